@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc3d.runtime.mpi_library import CONSENT, CROWD, INSTALL, MpiInstall, launcher_at
+from hpc3d.runtime.mpi_library import CONSENT, CROWD, INSTALL, UNKNOWN, MpiInstall, launcher_at
 from hpc3d.runtime.probe import outcome
 
 # Names of the launchers of an ABI. Debian adds the name of the MPI if both are installed.
@@ -39,19 +39,30 @@ def launch_command(ranks: int) -> list[str]:
     loaded = _library()
     if loaded is None:
         raise ValueError(f"ranks = {ranks}: mpi4py finds no MPI library; {INSTALL}")
-    near: str | None = None
+    if path := _best(loaded):
+        return [path, "-np", str(ranks)]
+    raise ValueError(
+        f"ranks = {ranks}: no mpirun belongs to {loaded.maker} {loaded.version}, the MPI "
+        f"library of mpi4py ({loaded.path}); put its mpirun on PATH, run pip install "
+        "'hpc3d[mpi]', or train on 1 rank"
+    )
+
+
+def _best(loaded: MpiInstall) -> str | None:
+    """Return the launcher of the same MPI and version, otherwise one of the same MPI.
+
+    The last resort is a launcher that names no known MPI, such as a script of the site.
+    """
+    same = unnamed = None
     for path in _candidates(loaded):
         found = launcher_at(path)
-        if found.version == loaded.version and found.abi == loaded.abi:
-            return [path, "-np", str(ranks)]
-        near = near or (path if found.abi == loaded.abi and found.version else None)
-    if near is None:
-        raise ValueError(
-            f"ranks = {ranks}: no mpirun belongs to {loaded.maker} {loaded.version}, the MPI "
-            f"library of mpi4py ({loaded.path}); put its mpirun on PATH, run pip install "
-            "'hpc3d[mpi]', or train on 1 rank"
-        )
-    return [near, "-np", str(ranks)]
+        if found.maker == UNKNOWN:
+            unnamed = unnamed or path
+        elif found.abi == loaded.abi:
+            if found.version == loaded.version:
+                return path
+            same = same or path
+    return same or unnamed
 
 
 def _library() -> MpiInstall | None:

@@ -26,6 +26,7 @@ _IN_A_JOB = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"}
 CROWD = {CROWD_4: "1", CROWD_5: "slot:oversubscribe"}
 YIELD = "OMPI_MCA_mpi_yield_when_idle"
 _OPEN_MPI = "Open MPI"
+UNKNOWN = "of unknown make"  # maker of a launcher that names no known MPI
 # ABI -> prefixes of the supported `srun --mpi` types. The prefix pmix also matches pmix_v4.
 _WAYS = {"Open MPI": ("pmix",), "MPICH": ("pmi2", "pmix", "cray")}
 _LIBRARIES = Path("/usr/lib")
@@ -112,7 +113,7 @@ def _maker_of(printed: str) -> str:
     for word, maker in (("Open MPI", _OPEN_MPI), ("OpenRTE", _OPEN_MPI), ("Intel", "Intel MPI")):
         if word in printed:
             return maker
-    return "MPICH" if "HYDRA" in printed.upper() else "of unknown make"
+    return "MPICH" if "HYDRA" in printed.upper() else UNKNOWN
 
 
 def library() -> Iterator[Finding]:
@@ -148,7 +149,7 @@ def mpirun(mpi: MpiInstall, launcher: MpiInstall | None) -> Iterator[Finding]:
         yield Finding(verdict, "mpirun", "not on PATH", put_on_path(mpi))
         return
     text = f"{launcher}, which belongs to the MPI library"
-    if launcher.maker == "of unknown make":
+    if launcher.maker == UNKNOWN:
         text = f"the --version output of {launcher.path} names no known MPI"
         yield Finding(WARN, "mpirun", text, put_on_path(mpi))
     elif launcher.abi != mpi.abi:

@@ -10,6 +10,7 @@ from hpc3d.runtime.mpi_launcher import launch_command
 from hpc3d.runtime.mpi_library import MpiInstall
 
 OPEN_4, OPEN_5 = "mpirun (Open MPI) 4.1.6", "mpirun (Open MPI) 5.0.8"
+WRAPPER = "script of the site, version 2.1"
 MPICH = "HYDRA build details:\n Version: 4.2.0"
 
 
@@ -41,6 +42,8 @@ def installed(tmp_path, monkeypatch):
         ({"path/mpirun": MPICH, "path/mpirun.openmpi": OPEN_5}, "path/mpirun.openmpi"),
         ({"path/mpirun": MPICH, "python/mpirun": OPEN_5}, "python/mpirun"),
         ({"path/mpirun": MPICH, "python/mpirun": OPEN_4}, "python/mpirun"),
+        ({"path/mpirun": WRAPPER, "site/bin/mpirun": OPEN_4}, "site/bin/mpirun"),
+        ({"path/mpirun": WRAPPER}, "path/mpirun"),
     ],
 )
 def test_launcher_of_the_same_library_and_version_is_preferred(programs, chosen, installed):
