@@ -61,6 +61,9 @@ class CostMeter:
     def reach(self, end: int) -> None:
         """Advance the clock to the time `end`, in ns."""
 
+    def synchronize(self) -> None:
+        """Record that the host waits for a result of the device."""
+
     def begin_graph(self) -> None:
         """Record the launch of a CUDA graph, which contains the work until `end_graph`."""
 

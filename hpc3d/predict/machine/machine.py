@@ -252,10 +252,11 @@ class Machine:
     with as many FLOPs. `links` are ordered from the innermost to the outermost. Without GPUs,
     communication uses the cores, and a waiting rank resumes with a delay of `wakeup_s` seconds.
     With GPUs, each collective and each message starts `dispatch_s` seconds after the rank reaches
-    it, because the host has to post it. Work in a CUDA graph takes neither `launch_s` nor
-    `dispatch_s`; the graph itself takes `launch_s`. While a collective runs, kernels take longer
-    by the factor `contention`, because the collective uses multiprocessors and memory bandwidth.
-    Fused attention on GPUs supports heads of up
+    it, because the host has to post it. If `host_s` is positive, the host needs this time to
+    launch a kernel, and `dispatch_s` (default: `host_s`) to post a call, while the GPU computes.
+    Work in a CUDA graph takes none of these times; the graph itself takes `launch_s` and `host_s`.
+    While a collective runs, kernels take longer by the factor `contention`, because the collective
+    uses multiprocessors and memory bandwidth. Fused attention on GPUs supports heads of up
     to `max_fused_head_dim` elements (0: no fused attention). Copies between a GPU and its host run
     at `host_bandwidth` bytes/s (25e9: PCIe 4 x16).
     """
@@ -278,6 +279,7 @@ class Machine:
     wakeup_s: float = 0.0
     dispatch_s: float = 0.0
     contention: float = 1.0
+    host_s: float = 0.0
     max_fused_head_dim: int = 128
     host_bandwidth: float = 25e9
 
@@ -291,7 +293,7 @@ class Machine:
     @cached_property
     def captured(self) -> Machine:
         """The machine for work in a CUDA graph, which the host launches in a single call."""
-        return replace(self, launch_s=0.0, dispatch_s=0.0)
+        return replace(self, launch_s=0.0, dispatch_s=0.0, host_s=0.0)
 
     def product(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
         """Return the time in seconds of `batch` matrix products [m, k] x [k, n].

@@ -125,7 +125,7 @@ def _validate(tree: dict[str, Any]) -> Machine:
         raise Problems(map(_explain, errors.errors())) from None
     found = *_wrong_numbers(machine), *_wrong_rates(machine), *_wrong_links(machine)
     found += *_wrong_tables(machine), *_wrong_attention(machine), *_wrong_protocols(machine)
-    found += *_wrong_errors(machine), *_wrong_contention(machine)
+    found += *_wrong_errors(machine), *_wrong_overlap(machine)
     if found:
         raise Problems(found)
     return machine
@@ -171,13 +171,15 @@ def _wrong_numbers(machine: Machine) -> Iterator[str]:
     for key, rate in rates.items():
         if not _SLOWEST <= rate < inf:
             yield f"{key} = {rate}: must be at least {_SLOWEST:g} per second"
-    for key in ("launch_s", "wakeup_s", "dispatch_s"):
+    for key in ("launch_s", "wakeup_s", "dispatch_s", "host_s"):
         if not 0 <= getattr(machine, key) <= _LONGEST:
             value = getattr(machine, key)
             yield f"{key} = {value}: must be from 0 to {_LONGEST:g} seconds"
 
 
-def _wrong_contention(machine: Machine) -> Iterator[str]:
+def _wrong_overlap(machine: Machine) -> Iterator[str]:
+    if machine.host_s and machine.cores:
+        yield f"host_s = {machine.host_s}: must be 0 if cores > 0, because cores launch no kernels"
     if not 1 <= machine.contention < inf:
         yield f"contention = {machine.contention}: must be at least 1 (1: no contention)"
     elif machine.contention > 1 and machine.cores:

@@ -151,21 +151,22 @@ class _WaitClock(Clock):
             self.times, self.most, self.products = 1, inf, 1
 
     def product(self, m: int, n: int, k: int, dtype: np.dtype, batch: int = 1) -> None:
-        begin, busy = self.now, self.busy
+        before = self.now, self.busy, self.host
         super().product(m, n, k, dtype, batch)
         if self.products != 1:
-            self._again(self.products, begin, busy)
+            self._again(self.products, *before)
 
-    def _again(self, times: float, begin: int, busy: int) -> None:
+    def _again(self, times: float, begin: int, busy: int, host: int) -> None:
         """Advance the clock as if the work since time `begin` had been repeated `times` times."""
         self.now += round((times - 1) * (self.now - begin))
         self.busy += round((times - 1) * (self.busy - busy))
+        self.host += round((times - 1) * (self.host - host))
 
     def kernel(self, name: str, nbytes: int) -> None:
-        begin, busy = self.now, self.busy
+        before = self.now, self.busy, self.host
         super().kernel(name, nbytes)
         if self.times != 1:
-            self._again(self.times, begin, busy)
+            self._again(self.times, *before)
 
     def cut(self, nbytes: int) -> tuple[int, float]:
         """Split a call into calls of at most `most` bytes.
@@ -403,6 +404,7 @@ class LayerSample:
         waited, idle, same = Counter(clock.waited), Counter(clock.idle), clock.idle is clock.waited
         start, busy = clock.now, clock.busy
         clock.ends.clear()
+        clock.synchronize()
         self.pool.reset_peak()
         result = work()
         waits = _seconds(clock.waited - waited)

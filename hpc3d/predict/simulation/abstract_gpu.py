@@ -222,6 +222,12 @@ def _square(q: AbstractArray, k: AbstractArray, causal: bool, window: int = 0) -
     return Case(batch, heads, queries, sequence, width, q.dtype.name, causal, window)
 
 
+def _value(array: _DeviceShape) -> float:
+    """Let the host wait for the value of a scalar, which is 0 because it is not computed."""
+    array.pool.meter.synchronize()
+    return 0.0
+
+
 def _on_pool(primitive: Primitive) -> Callable[..., Any]:
     """Return the CUDA implementation of a primitive.
 
@@ -236,7 +242,7 @@ def _on_pool(primitive: Primitive) -> Callable[..., Any]:
 add_backend(_DeviceShape, _on_pool)
 contiguous.register(_DeviceShape, lambda block: block)
 has_values.register(_DeviceShape, lambda array: False)
-value_of.register(_DeviceShape, lambda array: 0.0)
+value_of.register(_DeviceShape, _value)
 
 
 def pool_of(config: Config, meter: CostMeter | None = None) -> AbstractPool:

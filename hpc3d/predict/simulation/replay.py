@@ -38,13 +38,14 @@ _Kind = tuple[Any, ...]  # kind of a pass, which is the same for identical passe
 class RecordedPass(NamedTuple):
     """Recorded effects of a pass.
 
-    `start`, `length` (duration), `busy` (CPU time) and `wired` (wait for the network) are in ns.
-    `rows` contains the trace rows of the pass. For each call sequence with calls in the pass,
-    `calls` contains the group, the key, the sequence number of the first call and the number of
-    calls; `sequences` contains the index of the call sequence of each row, or -1. For each kind of
-    memory, `live` is the memory use in bytes at the end of the pass, and `peak` the maximum memory
-    use; the key "all" is the peak of the sum. Both are relative to the start of the pass.
-    `brought` maps names to placeholders for the arrays that the pass copied to the device.
+    `start`, `length` (duration), `busy` (CPU time), `wired` (wait for the network) and `host`
+    (time that the host needs for launches) are in ns. `rows` contains the trace rows of the pass.
+    For each call sequence with calls in the pass, `calls` contains the group, the key, the
+    sequence number of the first call and the number of calls; `sequences` contains the index of
+    the call sequence of each row, or -1. For each kind of memory, `live` is the memory use in
+    bytes at the end of the pass, and `peak` the maximum memory use; the key "all" is the peak of
+    the sum. Both are relative to the start of the pass. `brought` maps names to placeholders for
+    the arrays that the pass copied to the device.
     `account` contains the statistics of the pass (see MemoryRecorder), and `saved` the change in
     memory use for each part of the model.
     """
@@ -53,6 +54,7 @@ class RecordedPass(NamedTuple):
     length: int
     busy: int
     wired: int
+    host: int
     rows: np.ndarray
     calls: list[tuple[int, Any, int, int]]
     sequences: np.ndarray
@@ -70,8 +72,9 @@ class PassRecorder:
     rows to the mesh's MemoryRecorder. `passes` and `results` map the kind of a pass to its
     recorded effects, and to descriptions of its result and of the arrays that it saves. If blocks
     have owner ranks, all classes of ranks begin a pass at the same time (owner_classes.py). A pass
-    is recorded as if no collectives had been posted before it. The time that it loses to them is
-    added at its end, for the recorded pass and for each replay.
+    is recorded as if no collectives had been posted before it, and as if the host were far ahead.
+    The time that it loses to collectives or launches is added at its end, for the recorded pass
+    and for each replay.
     """
 
     def __init__(self, mesh: Mesh, owners: OwnerPeers | None = None) -> None:
@@ -87,9 +90,14 @@ class PassRecorder:
         if kind in self.passes:
             yield
             return
+        with self.clock.alone(), self._recorded(kind, micro):
+            yield
+
+    @contextmanager
+    def _recorded(self, kind: _Kind, micro: Microbatch) -> Iterator[None]:
         pool, mark, clock = self.mesh.pool, self.ledger.mark, self.clock
         now, busy, wired = clock.now, clock.busy, clock.wired
-        occupied, clock.occupied = clock.occupied, 0
+        host = clock.host
         before, held, peak = Counter(pool.live), pool.held, pool.peak
         shared = pool.shared_workspace
         first, known = self._sequence_numbers(), {*micro.cache.arrays}
@@ -110,6 +118,7 @@ class PassRecorder:
             length=clock.now - now,
             busy=clock.busy - busy,
             wired=clock.wired - wired,
+            host=clock.host - host,
             rows=rows,
             calls=calls,
             sequences=self._sequences(rows, calls),
@@ -119,8 +128,6 @@ class PassRecorder:
             account=_differences(self._charged(), account),
             saved=_differences(pool.saved, saved),
         )
-        clock.contend(now, clock.busy - busy, occupied)
-        clock.occupied = max(occupied, clock.occupied)
 
     @contextmanager
     def replay(self, kind: _Kind, micro: Microbatch, layer: int | None = None) -> Iterator[None]:
@@ -171,6 +178,7 @@ class PassRecorder:
         ledger.add(recorded.rows, shift, columns, (recorded.sequences, (*added, 0)))
         begin = self.clock.now - recorded.length
         self.clock.contend(begin, recorded.busy, self.clock.occupied)
+        self.clock.launched(recorded.host)
 
     def _sequences(self, rows: np.ndarray, calls: Sequence[tuple]) -> np.ndarray:
         """Return, for each trace row, the index of its call sequence in `calls`, or -1."""

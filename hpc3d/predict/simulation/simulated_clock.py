@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.stage_turns import StagePeers
 
 _CARD, _HOST = "card", "host"  # keys of `ends`: the NIC, and copies to and from the host
+_AHEAD = -(1 << 62)  # time in ns of the last launch of a host that is far ahead of the GPU
 _LONG = 1e6  # message size, in bytes, used to find the pair of ranks with the slowest transfer
 
 
@@ -49,7 +50,9 @@ class Clock(CostMeter):
     time of its last collective. Collectives in a queue run one at a time, but overlap with
     computation and with other queues. All CPU times are multiplied by `slowdown`, which is greater
     than 1 if ranks share cores. Until time `occupied`, collectives use a part of the GPU, and
-    kernels take longer by the factor `contention` of the machine.
+    kernels take longer by the factor `contention` of the machine. `host` is the time at which the
+    host has launched its last kernel or call. A kernel starts when the host has launched it and
+    the GPU is free, so the host runs ahead of the GPU until it waits for a result.
     """
 
     wired = 0
@@ -58,7 +61,7 @@ class Clock(CostMeter):
     def __init__(self, machine: Machine, slowdown: float = 1.0) -> None:
         self.machine, self.slowdown = machine, slowdown
         self.launching = machine  # the machine outside of CUDA graphs
-        self.now = self.busy = self.occupied = 0
+        self.now = self.busy = self.occupied = self.host = 0
         self.ends = Counter()
         self.known = machine.known
 
@@ -89,6 +92,37 @@ class Clock(CostMeter):
             lost = self._lost(self.now - begin, busy / (self.now - begin), occupied - begin)
             self.now, self.busy = self.now + lost, self.busy + lost
 
+    def synchronize(self) -> None:
+        """Wait on the host until the GPU has completed all work."""
+        self.host = max(self.host, self.now)
+
+    def launched(self, host: int) -> None:
+        """Advance the clock to the end of a pass that the host has launched in `host` ns."""
+        self.host += host
+        self.now = max(self.now, self.host)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context manager for a pass that collectives and launches outside of it do not delay.
+
+        At the end of the pass, the clock advances by the time that the pass loses to them.
+        """
+        begin, busy, occupied, host = self.now, self.busy, self.occupied, self.host
+        self.occupied, self.host = 0, _AHEAD
+        yield
+        launches = self.host - _AHEAD
+        self.contend(begin, self.busy - busy, occupied)
+        self.occupied, self.host = max(occupied, self.occupied), host
+        self.launched(launches)
+
+    def _run(self, seconds: float) -> None:
+        """Run a kernel of `seconds`, or several ones, when the host has launched it."""
+        if host := _nanoseconds(self.machine.host_s):
+            first, others = self.host + host, _nanoseconds((self.count - 1) * seconds)
+            self.host += self.count * host
+            self.now = max(self.now, first, self.host - others)
+        self.work(seconds)
+
     def _lost(self, length: int, computing: float, occupied: int) -> int:
         """Return the time in ns that work loses to collectives in its first `occupied` ns.
 
@@ -107,7 +141,7 @@ class Clock(CostMeter):
 
     def begin_graph(self) -> None:
         """Launch a CUDA graph. Until its end, the host launches no kernels and posts no calls."""
-        self.work(self.machine.launch_s)
+        self._run(self.machine.launch_s)
         self.machine = self.launching.captured
         self.known = self.machine.known
 
@@ -124,14 +158,14 @@ class Clock(CostMeter):
         case = m, n, k, dtype, batch
         if case not in self.known:
             self.known[case] = self.machine.product(m, n, k, dtype.name, batch)
-        self.work(self.known[case])
+        self._run(self.known[case])
 
     def kernel(self, name: str, nbytes: float) -> None:
-        self.work(self.machine.kernel(name, nbytes))
+        self._run(self.machine.kernel(name, nbytes))
 
     def attention(self, flop: float, nbytes: float, case: Any, backward: bool) -> None:
         form = AttentionPass(case.width, case.sequence, case.causal, backward)
-        self.work(self.machine.fused_attention(flop, nbytes, case.dtype, form))
+        self._run(self.machine.fused_attention(flop, nbytes, case.dtype, form))
 
     def copied(self, nbytes: float) -> int:
         """Start a copy between device and host; return its end time in ns.
@@ -157,9 +191,7 @@ class Clock(CostMeter):
         The collective begins as soon as the earlier collectives in its queue have ended.
         """
         queue = queue_of(axis)
-        if self.machine.dispatch_s:
-            self.work(self.machine.dispatch_s)
-        self.ends[queue] = max(self.now, self.ends[queue]) + self.call(op, nbytes, members)
+        self.ends[queue] = max(self._posted(), self.ends[queue]) + self.call(op, nbytes, members)
         self.occupied = max(self.occupied, self.ends[queue])
         return self.ends[queue]
 
@@ -168,9 +200,20 @@ class Clock(CostMeter):
 
         The transfer begins now or when the preceding transfer ends (`last`), whichever is later.
         """
-        if self.machine.dispatch_s:
-            self.work(self.machine.dispatch_s)
-        return max(self.now, last) + self.call("send", nbytes, members)
+        return max(self._posted(), last) + self.call("send", nbytes, members)
+
+    def _posted(self) -> int:
+        """Post a call on the host; return the time in ns at which the GPU can start it.
+
+        The GPU computes meanwhile, unless the machine file does not model the host.
+        """
+        machine = self.machine
+        if machine.host_s:
+            self.host += _nanoseconds(machine.dispatch_s or machine.host_s)
+            return max(self.now, self.host)
+        if machine.dispatch_s:
+            self.work(machine.dispatch_s)
+        return self.now
 
     def receive(self, nbytes: float, members: Sequence[int], arrival: int) -> None:
         """Advance the clock to time `arrival`, at which a message arrives, and receive it."""
@@ -407,6 +450,8 @@ class PipelineTimed(TimedCommunicator):
         self.peers, self.stages, self.sends_done = peers, stages, Counter()
 
     def timed(self, op: str, block: Any, pending: Pending) -> Pending:
+        if self.axis == WORLD:  # on the host
+            self.clock.synchronize()
         ends, queue = self.clock.ends, queue_of(self.axis)
         ends[queue] = max(ends[queue], self.peers.latest(self.clock.now))
         return super().timed(op, block, pending)

@@ -60,9 +60,9 @@ def test_machine_file_of_these_tests_is_valid(tmp_path):
     assert load(path) == replace(CLUSTER, measured=(TABLE,))
 
 
-# The lines from `cores` to `contention`.
+# The lines from `cores` to `host_s`.
 CROWDED = TEXT[TEXT.index("cores = 0\n") : TEXT.index("max_fused_head_dim")]
-assert CROWDED.endswith("contention = 1.0\n")
+assert CROWDED.endswith("contention = 1.0\nhost_s = 0.0\n")
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,18 @@ assert CROWDED.endswith("contention = 1.0\n")
         ("launch_s = 5e-06", "launch_s = -1.0", "launch_s = -1.0: ... 0 "),
         ("wakeup_s = 0.0", "wakeup_s = -1.0", "wakeup_s = -1.0: ... 0 "),
         ("dispatch_s = 0.0", "dispatch_s = -1.0", "dispatch_s = -1.0: ... 0 "),
+        ("host_s = 0.0", "host_s = -1.0", "host_s = -1.0: ... 0 "),
+        (
+            CROWDED,
+            CROWDED.replace("= 0\n", "= 2\n").replace("host_s = 0.0", "host_s = 1e-5"),
+            "host_s = 1e-05: ... cores",
+        ),
         ("contention = 1.0", "contention = 0.9", "contention = 0.9: ... 1 ("),
-        (CROWDED, CROWDED.replace("= 0", "= 2").replace("n = 1.0", "n = 1.5"), "contention = 1.5"),
+        (
+            CROWDED,
+            CROWDED.replace("= 0\n", "= 2\n").replace("n = 1.0", "n = 1.5"),
+            "contention = 1.5: ... cores",
+        ),
         (
             "max_fused_head_dim = 128",
             "max_fused_head_dim = -1",

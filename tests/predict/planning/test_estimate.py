@@ -130,6 +130,22 @@ def test_an_estimate_includes_the_contention_of_collectives(line):
     )
 
 
+@pytest.mark.parametrize("line", CONTENDED)
+def test_an_estimate_includes_the_launches_of_the_host(line):
+    """The GPU is the bottleneck in the first case, and the host in the second.
+
+    In the bubble of a pipeline, the host runs ahead, which estimates do not include.
+    """
+    config = settled(f"{SMALL} {line} train.backend=cupy")
+    for host_s in (1e-6, 1e-4):
+        machine = replace(CLUSTER, launch_s=0.0, host_s=host_s)
+        found = Estimator(256, machine).estimate(config).seconds
+        seconds = step_length(simulate(config, 256, machine)) / 1e9
+        if host_s < 1e-5 or config.mesh.p == 1:
+            assert found == pytest.approx(seconds, rel=0.1)
+        assert found > 0.95 * seconds
+
+
 def test_what_was_measured_for_one_layout_is_not_taken_for_another():
     shared = Estimator(256, CLUSTER)
     lines = *(f"{SMALL} {line}" for line in (*LAYOUTS, *CUT, *COMPRESSED)), *ON_GPUS

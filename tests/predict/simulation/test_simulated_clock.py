@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hpc3d.arrays.abstract import AbstractPool
+from hpc3d.arrays.pool import value_of
 from hpc3d.comm.grid import Grid
+from hpc3d.predict.simulation.abstract_gpu import DeviceShapes
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.simulated_clock import Clock, HostDrivenClock, representative
 from tests.predict.fixed import MACHINE
@@ -108,6 +111,70 @@ def test_replayed_pass_loses_the_time_of_its_kernels(computing, takes):
     clock.contend(0, round(computing * unit), clock.occupied)
     assert clock.now == pytest.approx(takes * unit, abs=2)
     assert clock.busy == pytest.approx((computing + takes - 1) * unit, abs=3)
+
+
+LAUNCHED = replace(MACHINE, launch_s=0.0, host_s=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "takes"),
+    [
+        (20, 5 + 10 * 20),  # the GPU is the bottleneck: it waits for the first launch only
+        (2, 10 * 5 + 2),  # the host is the bottleneck: the last kernel follows its launch
+    ],
+)
+def test_kernel_starts_when_it_has_been_launched_and_the_gpu_is_free(kernel, takes):
+    clock = Clock(LAUNCHED)
+    for _ in range(10):
+        clock.kernel("gelu", 1e-6 * kernel * MACHINE.memory_bandwidth)
+    assert (clock.now, clock.busy) == (1000 * takes, 10_000 * kernel)
+    several = Clock(LAUNCHED)
+    with several.counting(10):
+        several.kernel("gelu", 1e-6 * kernel * MACHINE.memory_bandwidth)
+    assert (several.now, several.host) == (clock.now, clock.host)
+
+
+def test_host_runs_ahead_until_it_waits_for_a_result():
+    """A long kernel hides the launches of the next ones, unless the host waits for it."""
+    for waits, takes in ((False, 5 + 100 + 3), (True, 5 + 100 + 3 * 5 + 1)):
+        clock = Clock(LAUNCHED)
+        clock.kernel("gelu", 1e-4 * MACHINE.memory_bandwidth)
+        if waits:
+            clock.synchronize()
+        for _ in range(3):
+            clock.kernel("gelu", 1e-6 * MACHINE.memory_bandwidth)
+        assert clock.now == 1000 * takes
+
+
+def test_host_waits_for_values_and_for_calls_over_all_ranks():
+    clock = Clock(LAUNCHED)
+    pool = DeviceShapes(clock)
+    world = representative(Grid({"p": 1, "d": 2}), pool).world
+    loss = pool.empty((1,), np.float32)
+    for wait in (lambda: value_of(loss), lambda: world.all_reduce(loss)):
+        clock.work(1e-3)
+        assert clock.host < clock.now
+        wait()
+        assert clock.host >= clock.now
+
+
+def test_host_launches_a_graph_once():
+    clock = Clock(LAUNCHED)
+    clock.begin_graph()
+    for _ in range(10):
+        clock.kernel("gelu", 1e-6 * MACHINE.memory_bandwidth)
+    clock.end_graph()
+    assert (clock.now, clock.host) == (15_000, 5000)
+
+
+def test_host_posts_calls_while_the_gpu_computes():
+    """A call starts when the host has posted it, but does not wait for the kernel before."""
+    clock = Clock(replace(LAUNCHED, dispatch_s=7e-6))
+    clock.work(1e-6)
+    unit = clock.call("all_gather", MB / 2, (0, 1))
+    assert clock.post("all_gather", MB / 2, (0, 1), "d") == 7000 + unit
+    assert clock.send_done(MB / 2, (0, 1), 0) == 14_000 + clock.call("send", MB / 2, (0, 1))
+    assert clock.now == 1000
 
 
 def test_reading_the_clock_does_not_change_it():

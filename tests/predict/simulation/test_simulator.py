@@ -129,6 +129,39 @@ def test_contention_changes_times_only(line, monkeypatch):
     assert step_length(quick) < executed
 
 
+@pytest.mark.parametrize("line", CONTENDED)
+@pytest.mark.parametrize("host_s", [1e-6, 1e-3])
+def test_step_with_launches_hardly_depends_on_replays(line, host_s, monkeypatch):
+    """The GPU is the bottleneck in the first case, and the host in the second."""
+    size = "hidden=256 heads=4 sequence=64" + " bucket_mb=1" * ("bucket" not in line)
+    config = config_of(f"{line} {size} backend=cupy dtype=float32")
+    machine = replace(MACHINE, launch_s=0.0, host_s=host_s)
+    replayed = step_length(simulate(config, 29, machine))
+    quick = step_length(simulate(config, 29, replace(machine, host_s=0.0)))
+    monkeypatch.setattr(simulator, "replay_passes", lambda *_: {})
+    executed = step_length(simulate(config, 29, machine))
+    assert replayed == pytest.approx(executed, rel=1e-6)
+    assert quick < executed and (host_s < 1e-5) == (executed < 1.1 * quick)
+
+
+def test_launched_step_takes_the_launches_of_its_layers():
+    """A layer launches 26 kernels and two of fused attention; in a graph, it launches none.
+
+    The host needs 10 ms per launch, which is longer than all kernels of a layer.
+    """
+    line = GPU.replace("microbatches=2", "microbatches=1").replace("float32", "bfloat16")
+    machine = replace(MACHINE, launch_s=0.0, host_s=0.01)
+    for graph, launches in (("false", 28), ("true", 0)):
+        steps = [
+            step_length(simulate(config, 29, machine))
+            for config in (
+                config_of(f"{line} sequence=128 layers={layers} cuda_graph={graph}")
+                for layers in (8, 9)
+            )
+        ]
+        assert round((steps[1] - steps[0]) / 1e7) == launches
+
+
 STEADY = """
 p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=6 zero=1 backend=cupy dtype=float32
 p=2 d=2 schedule=zb-h1 microbatches=4 zero=3 optimizer=muon prefetch=true
