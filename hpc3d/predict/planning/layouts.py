@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product
-from math import factorial, gcd
+from math import factorial, gcd, prod
 from typing import Any, NamedTuple
 
 from hpc3d.comm.grid import divisors
@@ -62,6 +62,7 @@ _CHUNKED = _options(*((each, "chunked") for each in _NO_SCORES[1:]))
 WITH_CHUNKS = {"numpy": (*_options(("none",)), *_CHUNKED), "cupy": (*MEMORY_OPTIONS, *_CHUNKED)}
 _DEFAULT = ParallelConfig().scheme
 _ZEROS = ((0, 1), (2,), (3,))  # in ascending order of communication per pass
+_SHARDED = 3  # ZeRO stage that shards the weights
 
 
 def recomputation(recompute: str | tuple[str, ...]) -> int:
@@ -176,7 +177,8 @@ def every_mesh(
 ) -> Iterator[list[Config]]:
     """For each mesh, yield a list of valid layouts, one per kind of context parallelism.
 
-    The list may be empty, and invalid meshes may be omitted.
+    The list may be empty, and invalid meshes may be omitted. The layouts have ZeRO 0, or ZeRO 3 if
+    the mesh is invalid with lower stages: the last shards of ZeRO 3 are padded.
     """
     layers, batch = base.model.layers, base.train.batch
 
@@ -186,8 +188,7 @@ def every_mesh(
 
     @cache
     def divides(name, x, y, z):
-        alone = _with_sizes(base, (1, 1, name, x, y, z), parallel(name, 1))
-        return not violations(alone, x * y * z)
+        return _divides(replace(base, parallel=parallel(name, 1)), ranks, (name, x, y, z))
 
     for c, e in product(divisors(ranks), divisors(gcd(base.model.experts or 1, ranks))):
         if ranks % (c * e):
@@ -197,10 +198,32 @@ def every_mesh(
             if not divides(*mesh[2:]):  # then no mesh with these tensor axes does
                 continue
             config = _with_sizes(shared, mesh, parallel(mesh[2], mesh[0]))
-            if c == 1:
-                yield [] if problems(config, ranks) else [config]
-            elif may_cut(config, c, memory):
-                yield [*_cut(config, c, ranks)]
+            if c > 1 and not may_cut(config, c, memory):
+                continue
+            found = _valid(config, c, ranks)
+            if not found and mesh[1] * c * e > 1:
+                found = _valid(_with_zero(config, _SHARDED), c, ranks)
+            yield found
+
+
+def _divides(base: Config, ranks: int, tensor: tuple[str, int, int, int]) -> bool:
+    """Return True if a mesh with these tensor axes may be valid, with one or several replicas.
+
+    With ZeRO 3, the rules do not depend on the number of replicas, so the fewest are tried.
+    """
+    count = prod(tensor[1:])
+    for d in divisors(gcd(base.train.batch, ranks // count))[:2]:
+        config = _with_sizes(base, (1, d, *tensor), base.parallel)
+        if not violations(config if d == 1 else _with_zero(config, _SHARDED), d * count):
+            return True
+    return False
+
+
+def _valid(config: Config, c: int, ranks: int) -> list[Config]:
+    """Return the valid layouts with `c` context-parallel ranks, one per kind of parallelism."""
+    if c > 1:
+        return [*_cut(config, c, ranks)]
+    return [] if problems(config, ranks) else [config]
 
 
 def _cut(config: Config, c: int, ranks: int) -> Iterator[Config]:
@@ -242,12 +265,14 @@ def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], .
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Return the valid ZeRO stages of a layout, grouped by their communication per pass.
 
-    The layout must be valid with ZeRO 0 and 1.
+    The layout must be valid with its own ZeRO stage.
     """
     if config.mesh.replicas() == 1:
         return ((0,),)
-    first, *others = _ZEROS
-    return first, *(each for each in others if _allows(_with_zero(config, each[0]), ranks))
+    known = config.parallel.zero
+    return tuple(
+        each for each in _ZEROS if known in each or _allows(_with_zero(config, each[0]), ranks)
+    )
 
 
 def _allows(config: Config, ranks: int) -> bool:

@@ -80,6 +80,30 @@ def test_every_zero_stage_is_considered_if_the_shards_have_padding():
     assert layouts.zeros(config, 8) == ((0, 1), (2,), (3,))
 
 
+@pytest.mark.parametrize("line", ["", "model.experts=4", "model.kind=bert"])
+def test_meshes_that_are_valid_with_zero_3_only_are_included(line):
+    """20 features do not divide over 8 tensor-parallel ranks, but over padded shards."""
+    size = "model.hidden=20 model.heads=4 train.batch=16"
+    base = layouts.bare(settled(f"{SMALL} {size} {line}", 1))
+    found = [config for configs in layouts.every_mesh(base, 16, 1e9) for config in configs]
+    found = [config for config in found if config.mesh.c == 1]
+    valid, only = set(), set()
+    for e in (1, 2, 4) if base.model.experts else (1,):
+        for mesh in layouts.meshes(16 // e, base.model.layers, base.train.batch):
+            plain = layouts.with_mesh(replace(base, mesh=replace(base.mesh, e=e)), mesh)
+            sharded = replace(plain, parallel=replace(plain.parallel, zero=3))
+            if not layouts.problems(plain, 16):
+                valid.add(plain)
+            elif plain.mesh.replicas() > 1 and not layouts.problems(sharded, 16):
+                only.add(sharded)
+    assert only and {*found} == valid | only
+    assert all(layouts.zeros(config, 16) == ((3,),) for config in only)
+    assert all((0, 1) in layouts.zeros(config, 16) for config in valid if config.mesh.d > 1)
+    kept = next(config for config in valid if config.mesh.d > 1 and config.mesh.p == 1)
+    kept = replace(kept, parallel=replace(kept.parallel, zero=3))
+    assert (0, 1) in layouts.zeros(kept, 16)
+
+
 @pytest.mark.parametrize("line", ["", "model.experts=4", "model.kind=llama model.kv_heads=2"])
 def test_only_meshes_that_break_a_rule_are_omitted(line):
     base = layouts.bare(settled(f"{SMALL} model.heads=4 {line}", 1))
