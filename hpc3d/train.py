@@ -220,12 +220,15 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
 
 
 def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config:
-    """Return `config` with the vocabulary size and the tokenizer of the tokenized text.
+    """Return `config` with the keys that the tokenizer of the tokenized text determines.
+
+    The keys are `model.vocabulary`, `data.tokenizer` and `data.separator`.
 
     Raises
     ------
     ValueError
-        If the tokenizer has more tokens than `model.vocabulary`.
+        If the tokenizer has more tokens than `model.vocabulary`, or if it has no end-of-document
+        token, but `data.boundaries` needs one.
     """
     from hpc3d.config.resolve import refuse
     from hpc3d.config.size_rules import wrong_tokens
@@ -246,7 +249,15 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
         )
     model = replace(config.model, vocabulary=vocabulary)
     refuse([*wrong_tokens(model, tokens.mask())])
-    return replace(config, model=model, data=replace(config.data, tokenizer=tokens.tokenizer))
+    data = replace(config.data, tokenizer=tokens.tokenizer)
+    if data.boundaries and data.separator is None:
+        if (end := tokens.end()) is None:
+            raise ValueError(
+                f"data.boundaries = true: the tokenizer of {data.path} has no known "
+                "end-of-document token; set data.separator to its ID"
+            )
+        data = replace(data, separator=end)
+    return replace(config, model=model, data=data)
 
 
 def checked_program(config: Config, this_machine: bool = True) -> Program:

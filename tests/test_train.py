@@ -9,6 +9,7 @@ import threading
 import tomllib
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,6 +171,16 @@ def test_tokenizer_with_a_mask_token_adds_no_vocabulary(tmp_path):
     plan = verb.read_command_line(1, [*options, "--model.padding", "275"])
     with pytest.raises(ValueError, match=r"model.padding = 275 is the ID of the .* mask token; "):
         verb.take_text(plan)
+
+
+def test_separator_of_documents_is_the_end_token_of_the_tokenizer():
+    tokens = SimpleNamespace(vocabulary=300, tokenizer="bpe", mask=lambda: None, end=lambda: 7)
+    packed = ["--data.boundaries", "true"]
+    for more, separator in ((packed, 7), ([*packed, "--data.separator", "5"], 5), ([], None)):
+        assert verb._with_vocabulary(load(None, more), tokens, None).data.separator == separator
+    tokens.end = lambda: None
+    with pytest.raises(ValueError, match=r"^data.boundaries = true: .* set data.separator to its"):
+        verb._with_vocabulary(load(None, packed), tokens, None)
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,33 @@ def _normed(
     return normed.flatten(2).unflatten(-1, (-1, x.shape[-1])).transpose(1, 2)
 
 
-def window_mask(shape: Any, layer: int) -> torch.Tensor | None:
-    """Return the attention mask of block `layer`, or `None` if it has no window."""
-    if not (window := shape.window_of(layer)):
+def causal_mask(shape: Any, layer: int, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Return the attention mask of block `layer`, or `None` if all earlier tokens are visible."""
+    window, starts = shape.window_of(layer), _document_starts(shape, tokens)
+    if not window and starts is None:
         return None
-    positions = torch.arange(shape.sequence)
+    positions = torch.arange(tokens.shape[1])
     back = positions[:, None] - positions
-    return (back >= 0) & (back < window)
+    seen = (back >= 0) & (back < (window or tokens.shape[1]))
+    return seen if starts is None else seen & (positions >= starts[:, :, None])[:, None]
+
+
+def _document_starts(shape: Any, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Return the beginning [B, T] of each token's document, or `None` without documents."""
+    if shape.separator is None:
+        return None
+    ends = (tokens == shape.separator).roll(1, 1)
+    return (torch.arange(tokens.shape[1]) * ends).cummax(1).values
+
+
+def embedded(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the token embeddings plus, if the model has them, the position embeddings."""
+    x, table = weights["embedding.token"][tokens], weights.get("embedding.position")
+    if table is None:
+        return x
+    positions = torch.arange(tokens.shape[1])
+    starts = _document_starts(shape, tokens)
+    return x + table[positions if starts is None else positions - starts]
 
 
 def _turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
@@ -202,11 +222,10 @@ def _in_plain_form(
 
 def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) -> torch.Tensor:
     table = weights["embedding.token"]
-    x = table[tokens]
-    if (positions := weights.get("embedding.position")) is not None:
-        x = x + positions
+    x = embedded(weights, shape, tokens)
     for number in range(shape.layers):
-        x = _block(weights, f"layers.{number}", x, shape, window_mask(shape, number))
+        seen = causal_mask(shape, number, tokens)
+        x = _block(weights, f"layers.{number}", x, shape, seen)
     head = table if shape.tied else weights["head.table"]
     return norm(weights, "head.norm", x, shape.epsilon) @ head[: shape.vocabulary].T
 

@@ -60,6 +60,7 @@ _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "parallel.offload": "cpu_offload offload_optimizer offload_param",
     "parallel.attention": "attn_implementation flash_attn use_flash_attn",
     "checkpoint.every": "save_interval save_steps checkpoint_interval",
+    "data.boundaries": "reset_attention_mask reset_position_ids document_masking",
     "data.tokenizer": "tokenizer_type tokenizer_name tokenizer_path",
     "data.validation": "val_data eval_dataset valid_data_path",
     "data.path": "data_path dataset train_data dataset_path",

@@ -343,6 +343,21 @@ class DataConfig:
     validation: Annotated[float | str | None, MoreThan(0), LessThan(1)] = None
     """Validation text for train.eval_every: the fraction of the training text to hold out at its
     end, such as 0.05, or a separate text in any form allowed for path. Default: none."""
+    boundaries: Annotated[bool, ValidFor("model.kind", *_CAUSAL)] = False
+    """Separate documents packed into one sequence: tokens attend only to tokens of the same
+    document, and learned positions restart with each document."""
+    separator: Annotated[
+        int | None, AtLeast(0), AtMost(2**27), ValidFor("data.boundaries", True)
+    ] = None
+    """ID of the token that ends a document. Default: the end-of-document token of the
+    tokenizer."""
+
+    def document_end(self) -> int | None:
+        """Return the ID of the token that ends a document, or `None` without boundaries.
+
+        Predictions use 0 if the tokenizer is unknown, because they do not depend on token values.
+        """
+        return (self.separator or 0) if self.boundaries else None
 
 
 @dataclass(frozen=True)

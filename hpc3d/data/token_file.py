@@ -77,6 +77,10 @@ class Tokens(contextlib.AbstractContextManager):
         known = {each["content"]: each["id"] for each in added}
         return next((known[name] for name in MASKS if name in known), None)
 
+    def end(self) -> int | None:
+        """Return the id of the tokenizer's end-of-document token, or None."""
+        return tokenizer_named(self.tokenizer, self.json, self.end_name).end
+
     def __len__(self) -> int:
         raise NotImplementedError
 

@@ -83,6 +83,14 @@ class Context(NamedTuple):
         parts = batch[:, _order(self)]  # [S, c, T/c]
         return np.ascontiguousarray(parts.swapaxes(0, 1)).reshape(-1, self.tokens)
 
+    def joined(self, parts: np.ndarray) -> np.ndarray:
+        """Join virtual sequences [c S, T/c] to a batch [S, T], the inverse of `cut`."""
+        if self.parts == 1:
+            return parts
+        batch = np.empty((len(parts) // self.parts, self.length), parts.dtype)
+        batch[:, _order(self)] = parts.reshape(self.parts, -1, self.tokens).swapaxes(0, 1)
+        return batch
+
     def rows(self, here: slice, sequences: int, first: int) -> range | np.ndarray:
         """Return the indices, in the full batch, of the rows `here` of a microbatch.
 

@@ -136,12 +136,12 @@ class RingAttention(HeadBlock):
 
     def _chunks_seen(self, micro: Microbatch) -> Callable[[int], Chunks]:
         """Return a function that maps a ring position to the `Chunks` of its keys."""
-        drop = self._drop(micro)
+        drop, starts = self._drop(micro), self.starts(micro)
 
         def at(ring_rank):
             pairs, padding = self.pairs[ring_rank], self.padding(micro, ring_rank)
             ring = self.context.rings > 1
-            return Chunks(pairs, self.form, drop, padding, self.window, ring)
+            return Chunks(pairs, self.form, drop, padding, self.window, ring, starts)
 
         return at
 

@@ -96,10 +96,27 @@ class HeadBlock:
         return micro.cached(name, lambda micro: self._padding(micro, ring_rank))
 
     def _padding(self, micro: Microbatch, ring_rank: int) -> np.ndarray:
+        return self._at(micro, micro.tokens, ring_rank) == self.sizes.padding
+
+    def _at(self, micro: Microbatch, values: np.ndarray, ring_rank: int) -> np.ndarray:
+        """Return the `values` [c S, T/c] of the tokens [B, t] at ring position `ring_rank`."""
         context, samples = self.context, self.samples(micro)
-        parts = micro.tokens.reshape(context.rings, context.heads, -1, context.tokens)
-        tokens = parts[ring_rank, :, samples.start : samples.stop].swapaxes(0, 1)
-        return tokens.reshape(len(samples), self.tokens) == self.sizes.padding
+        parts = values.reshape(context.rings, context.heads, -1, context.tokens)
+        here = parts[ring_rank, :, samples.start : samples.stop].swapaxes(0, 1)
+        return here.reshape(len(samples), self.tokens)
+
+    def starts(self, micro: Microbatch) -> Any:
+        """Return the beginnings [B, t] of the documents of this rank's tokens.
+
+        Returns `None` if sequences are not divided into documents.
+        """
+        if self.sizes.separator is None:
+            return None
+        return micro.cached("attention.starts", self._starts)
+
+    def _starts(self, micro: Microbatch) -> np.ndarray:
+        starts = micro.document_starts(self.context, self.sizes.separator)
+        return np.ascontiguousarray(self._at(micro, starts, self.ring_rank))
 
     def heads(self) -> range:
         """Return the indices of this rank's query heads."""
@@ -147,7 +164,8 @@ class CoreAttention(HeadBlock):
             return attend_again(qkv, self.tokens, self.form, empty, **masks)
 
     def _masks(self, micro: Microbatch) -> dict[str, Any]:
-        mask = AttentionMask(self.causal, self.padding(micro, 0), self.window)
+        padding, starts = self.padding(micro, 0), self.starts(micro)
+        mask = AttentionMask(self.causal, padding, self.window, starts)
         return {"drop": self._drop(micro), "mask": mask}
 
     def _drop(self, micro: Microbatch) -> Mask | None:

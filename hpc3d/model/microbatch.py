@@ -56,6 +56,15 @@ class Microbatch(NamedTuple):
         """Return the Philox key of the dropout masks of layer `name` in this training step."""
         return self.cached(name, lambda micro: philox_key((seed, name, micro.step)))
 
+    def document_starts(self, context: Context, separator: int | None) -> np.ndarray:
+        """Return the position of the first token in the document of each token, int64[c S, T/c].
+
+        A document ends with the token `separator`.
+        """
+        ends = context.joined(self.tokens) == separator
+        first = np.arange(ends.shape[1]) * np.roll(ends, 1, axis=1)  # 0, unless a document begins
+        return context.cut(np.maximum.accumulate(first, axis=1))
+
     def rows(self, batch: np.ndarray, layout: Layout, mesh: Mesh) -> np.ndarray:
         """Return the sequences of `batch` that `layout` assigns to this rank."""
         return batch[layout.rows.slices(batch.shape[:1], mesh)]

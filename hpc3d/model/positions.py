@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 class Positions:
     """Learned position embedding, which adds W[position, h] to each row of X[m, h].
 
-    The position of a row is the index of its token in the sequence. The table begins with `unused`
-    rows, which belong to no position. X has the same layout as the input of the blocks.
+    The position of a row is the index of its token in the sequence or, if sequences are divided
+    into documents, in its document. The table begins with `unused` rows, which belong to no
+    position. X has the same layout as the input of the blocks.
     """
 
     def __init__(self, mesh: Mesh, parameters: Parameters, spec: ModelSpec) -> None:
         sizes, self.layout = spec.sizes, spec.splits["dense"].x
+        self.separator = sizes.separator
         self.mesh, self.context = mesh, spec.context
         self.unused = spec.family.unused_positions
         shape = self.unused + sizes.sequence, sizes.hidden
@@ -44,15 +46,22 @@ class Positions:
 
     def add(self, x: Array, micro: Microbatch) -> Array:
         """Return X plus the position embeddings as a new array."""
-        table = self.rows
-        if self.context.parts > 1:
+        table, first = self.rows, self._first(micro)
+        if self.gathers:
             table = gather_rows(table, micro.cached("embedding.positions", self._here))
         out = self.mesh.empty(x.shape, x.dtype)
-        return add_repeated(x, table, self._first(micro), out)
+        return add_repeated(x, table, first if self.separator is None else 0, out)
+
+    @property
+    def gathers(self) -> bool:
+        """True if the rows of the table are gathered for this rank's tokens."""
+        return self.context.parts > 1 or self.separator is not None
 
     def weight_grad(self, dx: Array, micro: Microbatch) -> None:
-        grad = sum_repeated(dx, self._first(micro), self.context.tokens)
-        if self.context.parts > 1:
+        grad = dx
+        if self.separator is None:
+            grad = sum_repeated(dx, self._first(micro), self.context.tokens)
+        if self.gathers:
             here = micro.cached("embedding.positions", self._here)
             order = micro.cached("embedding.positions.order", self._order)
             grad = scatter_rows(grad, here, order, self.rows.shape)
@@ -60,13 +69,24 @@ class Positions:
         total += grad
 
     def _here(self, micro: Microbatch) -> np.ndarray:
-        """Return the sequence positions of the tokens in this rank's virtual sequences."""
-        return self.context.positions(self.mesh.coord(CONTEXT))
+        """Return the positions of the tokens in this rank's virtual sequences.
+
+        In sequences of documents, return the positions, within the documents, of this rank's rows.
+        """
+        if self.separator is None:
+            return self.context.positions(self.mesh.coord(CONTEXT))
+        starts = micro.document_starts(self.context, self.separator)
+        everywhere = np.broadcast_to(np.arange(self.context.length), (1, self.context.length))
+        positions = np.repeat(self.context.cut(everywhere), len(starts) // self.context.parts, 0)
+        return (positions - starts).ravel()[self._rows(micro)]
 
     def _order(self, micro: Microbatch) -> np.ndarray:
         return order_of(self._here(micro))
 
     def _first(self, micro: Microbatch) -> int:
         """Return the index of this rank's first token within its virtual sequence."""
-        shape = micro.tokens.size, self.table.shape[1]
-        return self.layout.slices(shape, self.mesh)[0].start % self.context.tokens
+        return self._rows(micro).start % self.context.tokens
+
+    def _rows(self, micro: Microbatch) -> slice:
+        """Return this rank's rows of X."""
+        return self.layout.slices((micro.tokens.size, self.table.shape[1]), self.mesh)[0]

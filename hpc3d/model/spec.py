@@ -83,7 +83,9 @@ class ModelSizes:
     (0: 4 hidden).
 
     With `window`, a token attends only to the last `window` tokens up to its own position (0: to
-    all of them), except in every `global_every`-th block (0: no exceptions).
+    all of them), except in every `global_every`-th block (0: no exceptions). If `separator`, the
+    end-of-document token, is not `None`, tokens attend only to tokens in the same document, and
+    learned positions restart with each document.
     """
 
     layers: int
@@ -105,6 +107,7 @@ class ModelSizes:
     experts: Experts | None = None
     window: int = 0
     global_every: int = 0
+    separator: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)

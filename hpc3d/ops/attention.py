@@ -72,11 +72,25 @@ class AttentionMask(NamedTuple):
     With `causal`, a query attends only to keys up to its own position. With `window`, it attends
     only to the last `window` of these keys (0: all of them). `padding`, bool [B, T] for the
     samples of this rank, marks masked keys. If all keys of a query are masked, its output is 0.
+
+    `starts`, int64 [B, T], is the position of the first token in the document of each query. A
+    query does not attend to earlier keys. `None` if sequences are not divided into documents.
     """
 
     causal: bool = True
     padding: Array | None = None
     window: int = 0
+    starts: Array | None = None
+
+    @property
+    def by_sample(self) -> bool:
+        """True if the mask differs between samples."""
+        return self.padding is not None or self.starts is not None
+
+    def of_sample(self, sample: slice) -> AttentionMask:
+        """Return the mask of some samples."""
+        padding, starts = (None if x is None else x[sample] for x in (self.padding, self.starts))
+        return self._replace(padding=padding, starts=starts)
 
     def keys(self, queries: slice, sequence: int) -> slice:
         """Return the range of keys that some query in `queries` attends to."""
@@ -201,6 +215,8 @@ def _softmaxes(
             sizes = length(some), length(queries)
             masked = block[some.start - keys.start :].reshape(sizes[0], -1, sizes[1])
             masked += band(sizes, some.start - queries.start, mask.window, p.dtype)[:, None]
+        if mask.starts is not None:
+            hide_documents(columns, keys.start, mask.starts[sample, queries])
         if mask.padding is not None:
             columns[mask.padding[sample, keys]] = -np.inf
         columns -= finite(columns.max(0))
@@ -221,6 +237,18 @@ def band(sizes: tuple[int, int], ahead: int, window: int, dtype: np.dtype) -> np
     back = np.arange(queries) - np.arange(keys)[:, None] - ahead
     masked = (back < 0) | (back >= window) if window else back < 0
     return np.where(masked, -np.inf, 0).astype(dtype)
+
+
+def hide_documents(scores: Array, first: int, starts: Array) -> None:
+    """Set the scores of keys in earlier documents to -inf, in place.
+
+    The scores have the memory layout [key, ..., query]. The first key is at position `first`, and
+    the document of query i begins at position `starts[i]`.
+    """
+    positions = first + np.arange(len(scores))
+    earlier = np.where(positions[:, None] < starts, -np.inf, 0).astype(scores.dtype)
+    by_query = scores.reshape(len(scores), -1, len(starts))
+    by_query += earlier[:, None]
 
 
 def finite(scores: Array) -> Array:
@@ -304,7 +332,7 @@ def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
 
 @attend.cuda
 def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
-    if by_cudnn(gpu, qkv, form, drop, mask.padding):
+    if by_cudnn(gpu, qkv, form, drop, mask.by_sample):
         out, stats = gpu.flash.forward(qkv, sequence, form, mask.causal, mask.window)
         return out, (out, stats)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
@@ -355,7 +383,7 @@ def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
 
 @attend_again.cuda
 def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
-    if by_cudnn(gpu, qkv, form, drop, mask.padding):
+    if by_cudnn(gpu, qkv, form, drop, mask.by_sample):
         return gpu.flash.forward(qkv, sequence, form, mask.causal, mask.window)
     q, k, _ = _contiguous(gpu, qkv, sequence, form)
     return _softmax(gpu, q, k, empty, None, mask)[0]
@@ -477,7 +505,7 @@ def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
 
 @attend_grad.cuda
 def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
-    if by_cudnn(gpu, qkv, form, drop, mask.padding):
+    if by_cudnn(gpu, qkv, form, drop, mask.by_sample):
         return gpu.flash.backward(dout, qkv, *kept, sequence, form, mask.causal, mask.window)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
     d = gpu.contiguous(queries_of(dout, sequence, form)).reshape(q.shape)
@@ -487,7 +515,7 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     ds = gpu.empty(kept.shape, kept.dtype)
     gpu.multiply(v, d.swapaxes(1, 2), ds)
     given = {"p": kept, "dweights": ds, **_masked(kept, form.width, drop, mask)}
-    del given["padding"]  # the saved probabilities of masked keys are already 0
+    del given["padding"], given["starts"]  # the saved probabilities of masked keys are already 0
     gpu.launch("causal_softmax_grad", *kept.shape[:2], **given)
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
     gpu.multiply(ds, q, grads[1])
@@ -510,10 +538,9 @@ def _samples(
     for sample in range(batch):
         one = slice(sample, sample + 1)
         of_drop = None if drop is None else drop._replace(rows=drop.rows[one])
-        padding = None if mask.padding is None else mask.padding[one]
         rows = slice(sample * sequence, (sample + 1) * sequence)
         chunks = slice(sample * each, (sample + 1) * each)
-        yield rows, chunks, {"drop": of_drop, "mask": mask._replace(padding=padding)}
+        yield rows, chunks, {"drop": of_drop, "mask": mask.of_sample(one)}
 
 
 def _scored(
@@ -545,12 +572,12 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
 
-def by_cudnn(gpu: Gpu, x: Array, form: HeadForm, drop: Mask | None, padding: Array | None) -> bool:
+def by_cudnn(gpu: Gpu, x: Array, form: HeadForm, drop: Mask | None, by_sample: bool) -> bool:
     """Return True if cuDNN can compute attention for operands like `x`.
 
-    Padding masks are not supported.
+    Masks that differ between samples (`by_sample`), such as padding, are not supported.
     """
-    flash = gpu.flash and padding is None
+    flash = gpu.flash and not by_sample
     return flash and x.size and gpu.flash.suits(x.dtype, form.width, drop)
 
 
@@ -608,9 +635,11 @@ def _softmax(
 
 def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dict[str, Any]:
     given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
-    given |= {"causal": mask.causal, "window": mask.window, "padding": mask.padding}
-    if mask.padding is not None:
-        given["heads"] //= max(1, len(mask.padding))
+    given |= {"causal": mask.causal, "window": mask.window}
+    given |= {"padding": mask.padding, "starts": mask.starts}
+    for of_sample in (mask.padding, mask.starts):
+        if of_sample is not None:
+            given["heads"] = p.shape[0] // max(1, len(of_sample))
     if drop is not None:
         given["heads"] = len(drop.columns) // p.shape[1] ** 2
     return {**given, **cuda_mask(drop, "dropout_key")}

@@ -68,7 +68,8 @@ class Chunks(NamedTuple):
     multiplied by the dropout mask `drop`, which is generated as a matrix of shape
     [samples*heads*keys, T]. `drop.rows` lists the first matrix row of each sample of this rank. A
     query attends only to the last `window` keys up to its position (0: to all of them). `ring` is
-    True if the tokens are sharded over a ring of ranks.
+    True if the tokens are sharded over a ring of ranks. `starts`, int64 [B, t], is the sequence
+    position of the first token in the document of each query; earlier keys are masked.
     """
 
     pairs: Sequence[ChunkPair]
@@ -77,6 +78,7 @@ class Chunks(NamedTuple):
     padding: Array | None = None
     window: int = 0
     ring: bool = False
+    starts: Array | None = None
 
     def hop(self) -> Hop:
         """Return the rectangle of scores that a fused kernel computes."""
@@ -125,7 +127,8 @@ class Chunks(NamedTuple):
         rectangle.
         """
         banded = not (self.ring and self.window)
-        return banded and by_cudnn(gpu, x, self.form, self.drop, self.padding)
+        by_sample = self.padding is not None or self.starts is not None
+        return banded and by_cudnn(gpu, x, self.form, self.drop, by_sample)
 
 
 def _hull(slices: Sequence[slice]) -> slice:
@@ -178,10 +181,12 @@ class GpuTile(NamedTuple):
 
     def given(self, sequence: int) -> dict[str, Any]:
         """Return all arguments of the softmax kernels except the scores and the sums."""
-        tile, (width, g), padding = self.tile, self.chunks.form, self.chunks.padding
-        keys = length(tile.keys)
+        tile, (width, g), (sample, _) = self.tile, self.chunks.form, self.at
+        keys, padding, starts = length(tile.keys), self.chunks.padding, self.chunks.starts
         return {
-            "padding": None if padding is None else padding[self.at[0], tile.keys],
+            "padding": None if padding is None else padding[sample, tile.keys],
+            "starts": None if starts is None else starts[sample, tile.queries],
+            "key_position": tile.key_position,
             "keys": keys,
             "queries": length(tile.queries),
             "group": g,

@@ -34,6 +34,7 @@ from hpc3d.ops.attention import (
     band,
     finite,
     heads_of,
+    hide_documents,
     queries_of,
     stack_queries,
 )
@@ -374,6 +375,8 @@ def _scores(
         mask = band((len(scores), queries), ahead, chunks.window, scores.dtype)
         by_query = scores.reshape(len(scores), -1, queries)  # [key, heads*g, query]
         by_query += mask[:, None]
+    if chunks.starts is not None:
+        hide_documents(scores, tile.key_position, chunks.starts[at[0], tile.queries])
     if chunks.padding is not None:
         scores[chunks.padding[at[0], tile.keys]] = -np.inf
     return scores, scaled

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
 
 
+_DOCUMENTS = [
+    "assumed         documents of any length: attention computes the scores between documents and",
+    "                masks them, so the step time does not depend on the document lengths",
+]
+
+
 def of_mixture(config: Config) -> dict[str, Any]:
     """Return the sizes of a mixture-of-experts model as a dict, which is empty for a dense model.
 
@@ -41,11 +47,12 @@ def of_mixture(config: Config) -> dict[str, Any]:
 def lines(config: Config) -> list[str]:
     """Return lines of text with a mixture-of-experts model's sizes and the assumptions made.
 
-    The list is empty for a dense model.
+    The list is empty for a dense model, unless sequences are divided into documents.
     """
+    documents = _DOCUMENTS if config.data.boundaries else []
     found = of_mixture(config)
     if not found:
-        return []
+        return documents
     model = config.model
     total, active = _short(found["parameters"]), _short(found["active"])
     blocks = f"{found['blocks']} of {counted(model.layers, 'block')}"
@@ -54,6 +61,7 @@ def lines(config: Config) -> list[str]:
         "and MFU)",
         f"experts         {model.experts} in {blocks}, top_k {model.top_k}",
         *_slot_lines(config, counted(found["slots"], "slot"), found["group"]),
+        *documents,
     ]
 
 

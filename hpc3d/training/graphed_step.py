@@ -148,7 +148,8 @@ def _uncaptured_attention(config: Config) -> Iterator[str]:
     """
     model, context = config.model, config.context()
     fused = config.train.dtype in ("float16", "bfloat16")
-    fused = fused and not model.dropout and model.padding is None
+    masked = model.padding is not None or config.data.boundaries
+    fused = fused and not (model.dropout or masked)
     ring = context.rings > 1
     fused = fused and not (ring and model.window and not model.global_every)
     if fused and not Flash.replays(context.chunk if ring else model.sequence):

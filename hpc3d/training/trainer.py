@@ -228,10 +228,10 @@ def parts_of(
 def spec_of(config: Config, vocabulary: int) -> ModelSpec:
     """Return the `ModelSpec` that corresponds to a configuration."""
     family = family_of(config.model)
-    sizes = replace(family.sizes(config.model, vocabulary), fused_gelu=config.train.fused_gelu)
+    sizes = family.sizes(config.model, vocabulary)
     return ModelSpec(
         family,
-        sizes,
+        replace(sizes, fused_gelu=config.train.fused_gelu, separator=config.data.document_end()),
         config.splits,
         config.keep(),
         config.seed,

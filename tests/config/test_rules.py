@@ -177,12 +177,20 @@ def test_unknown_rope_scaling_is_rejected(scaling):
             ["--model.kind", "bert", "--model.window", "3"],
             "model.window = 3: only valid for model.kind = gpt2 or llama or qwen2",
         ),
+        (
+            ["--model.kind", "bert", "--data.boundaries", "true"],
+            "data.boundaries = true: only valid for model.kind = gpt2 or llama",
+        ),
+        (["--data.separator", "2"], "data.separator = 2: only valid for data.boundaries = true"),
         (["--model.global_every", "2"], "model.global_every = 2: only valid for model.window > 0"),
         (
             ["--model.window", "3", "--model.global_every", "1"],
             "model.global_every = 1 gives no block the window model.window = 3; use at least 2",
         ),
-        (["--model.padding", "3"], "model.padding = 3: only valid for model.kind = bert or roberta; "),
+        (
+            ["--model.padding", "3"],
+            "model.padding = 3: only valid for model.kind = bert or roberta; ",
+        ),
         (
             ["--model.kind", "bert", "--model.vocabulary", "30", "--model.padding", "29"],
             "model.padding = 29 must be below 29",

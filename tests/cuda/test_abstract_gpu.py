@@ -61,6 +61,8 @@ LINES = [
     f"c=2 sequence=16 {ONE[4:]} dtype=bfloat16 hidden=32 heads=4 window=3 global_every=2",
     f"{ONE} attention=chunked dtype=bfloat16 hidden=32 heads=4 sequence=16 window=3",
     f"{ONE} dtype=bfloat16 hidden=32 heads=4 sequence=16 window=3 recompute=selective",
+    f"{ONE} dtype=bfloat16 hidden=32 heads=4 sequence=16 boundaries=true",
+    f"c=2 {ONE[4:]} dtype=bfloat16 hidden=32 heads=4 sequence=16 boundaries=true",
     f"d=2 e=2 x=2 zero=1 {ONE[4:]} layers=1 batch=16 optimizer=adafactor experts=4",
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=lion",
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=muon kind=llama kv_heads=4 ffn=24",

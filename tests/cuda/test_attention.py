@@ -52,12 +52,20 @@ def padded(sequence):
     return np.arange(BATCH * sequence).reshape(BATCH, sequence) % (sequence + 3) < sequence
 
 
+def documents(sequence):
+    """Return the beginnings of documents of 7 tokens, the first one shorter in a sample."""
+    positions = np.arange(sequence)
+    starts = [np.maximum(0, (positions + skipped) // 7 * 7 - skipped) for skipped in range(BATCH)]
+    return np.array(starts, np.int64)
+
+
 MASKS = {
     "causal": lambda sequence: CAUSAL,
     "all keys": lambda sequence: AttentionMask(causal=False),
     "padded": lambda sequence: AttentionMask(False, padded(sequence)),
     "causal, padded": lambda sequence: AttentionMask(True, padded(sequence)),
     "window": lambda sequence: AttentionMask(window=-(-sequence // 3)),
+    "documents": lambda sequence: AttentionMask(starts=documents(sequence)),
     "window, padded": lambda sequence: AttentionMask(True, padded(sequence), 2),
 }
 
@@ -76,6 +84,7 @@ def test_softmax_and_its_gradient_match_numpy(sequence, rate, sees, real, draw, 
     sizes |= {"causal": seen.causal, "window": seen.window}
     work = BATCH * HEADS, sequence
     softmax = {"scores": scores, "weights": weights, "padding": seen.padding}
+    softmax["starts"] = seen.starts
     emulate("causal_softmax", *work, **softmax, **sizes)
     p, weighted = fused.causal_softmax(wide, SCALE, factors, seen)
     real.same(scores, p)
@@ -132,9 +141,11 @@ def test_attention_with_grouped_queries_matches_numpy(flash, rate, sees, queries
     qkv, dout = (each.view(rules.CudaArray) for each in (qkv, dout))
     if seen.padding is not None:
         seen = seen._replace(padding=seen.padding.view(rules.CudaArray))
+    if seen.starts is not None:
+        seen = seen._replace(starts=seen.starts.view(rules.CudaArray))
     launcher.count.clear()
     out, kept = attend(qkv, sequence, form, rules.empty, mask, seen)
-    fused_whole = flash and seen.padding is None and not rate
+    fused_whole = flash and not seen.by_sample and not rate
     assert launcher.count["causal_softmax"] == (not fused_whole)
     np.testing.assert_allclose(plain(out), expected, atol=4e-3)
     again = attend_again(qkv, sequence, form, rules.empty, mask, seen)

@@ -28,6 +28,7 @@ from tests.strided import strided
 
 # Two places of a ring with chunks of 6 tokens, 0 and 3 here, 1 and 2 at the other one.
 LENGTH, CHUNK, BATCH = 24, 6, 2
+DOCUMENTS = -1  # stands for a mask of documents instead of a window
 
 
 def pairs_of(causal, keys, queries=(0, 3)):
@@ -71,8 +72,9 @@ def attention(qkv, dout, others, form, chunks, empty):
             (2, True, 0.25, False, 0),
             (1, True, 0.25, True, 9),
             (1, True, 0, True, 0),
+            (2, True, 0.25, False, DOCUMENTS),
         ],
-        6,
+        7,
         2,
     ),
 )
@@ -92,11 +94,19 @@ def test_tiled_attention_matches_float64(
         drop = Mask(philox_key("p"), rate, rows, range(LENGTH), LENGTH)
     padding = random.random((2, BATCH, 2 * CHUNK)) < 0.3 if padded else 2 * [None]
 
+    # The chunks begin at positions 0 and 18, and documents at 3, 8, 15 and 20.
+    positions = np.r_[0:CHUNK, 3 * CHUNK : 4 * CHUNK]
+    begins = np.array([0, 3, 8, 15, 20])
+    starts = np.stack(BATCH * [begins[np.searchsorted(begins, positions, "right") - 1]])
+
     def chunks(kind):
         hidden = [each if each is None else each.view(kind) for each in padding]
         keys = pairs_of(causal, (0, 3)), pairs_of(causal, (1, 2))
-        if window:
+        if window > 0:
             keys = [[pair._replace(masked=True) for pair in pairs] for pairs in keys]
+        if window == DOCUMENTS:
+            given = form, drop, None, 0, True, starts.view(kind)
+            return [Chunks(pairs, *given) for pairs in keys]
         return [Chunks(pairs, form, drop, each, window) for pairs, each in zip(keys, hidden)]
 
     wide = [each.astype(np.float64) for each in (qkv, dout, others)]

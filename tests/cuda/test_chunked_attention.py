@@ -6,7 +6,7 @@ import pytest
 from hpc3d.ops.random import Mask, cuda_mask, keep_mask, philox_key
 from tests.cuda.conftest import FLOAT
 
-HEADS, SEQUENCE, FIRST, SCALE = 2, 90, 7, 0.3
+HEADS, SEQUENCE, FIRST, SCALE, KEY = 2, 90, 7, 0.3, 11
 # keys, queries, group, how far ahead of the first query its last key is (None: no key is later),
 # and the window (0: no window)
 TILES = [(1, 1, 1, None, 0), (5, 9, 2, None, 0), (40, 72, 1, 3, 0), (33, 16, 3, -2, 0)]
@@ -44,13 +44,17 @@ class Tile:
             hidden |= np.arange(keys)[:, None] > np.arange(queries) + ahead
         if window:
             hidden |= np.arange(keys)[:, None] <= np.arange(queries) + ahead - window
+        starts = None
         if padded:
             hidden[self.padding] = True
+            starts = KEY + np.arange(queries, dtype=np.int64) // 5 * 5 - 3
+            hidden |= KEY + np.arange(keys)[:, None] < starts
         self.s = np.where(hidden[:, None], -np.inf, SCALE * wide.astype(np.float64))
         self.work = HEADS * group, queries
         self.given = {"keys": keys, "queries": queries, "group": group, "first": FIRST}
         self.given |= {"ahead": keys if ahead is None else ahead, "sequence": SEQUENCE}
         self.given |= {"scale": SCALE, "padding": self.padding, "window": window}
+        self.given |= {"starts": starts, "key_position": KEY}
         self.given |= cuda_mask(self.mask, "dropout_key")
 
     def total(self):

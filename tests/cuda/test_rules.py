@@ -72,6 +72,8 @@ CONTEXT = [
     "attention=chunked recompute=selective kind=llama kv_heads=4 ffn=24",
     "c=2 sequence=8 window=3 global_every=2 layers=2 dropout=0.25",
     "sequence=8 window=3 recompute=selective",
+    "sequence=8 boundaries=true separator=4 dropout=0.25",
+    "c=2 sequence=8 boundaries=true separator=4",
 ]
 EXPERTS = [
     f"e=2 x=2 {SWITCH} batch=8 microbatches=2",

@@ -27,6 +27,14 @@ def test_large_text_is_not_loaded_into_memory(tmp_path, output):
     assert len(row(output)) == large.stat().st_size + 1
 
 
+def test_end_of_document_token_is_known(tmp_path, bpe, output):
+    (tmp_path / "a.txt").write_text("four")
+    write_tokens(output, [tmp_path / "a.txt"], bpe)
+    for path, end in ((tmp_path, 0), (output, bpe.end)):
+        with open_tokens(path) as tokens:
+            assert tokens.end() == end == tokens.read(len(tokens) - 1, len(tokens))[0]
+
+
 @pytest.mark.slow
 def test_large_vocabulary_is_stored_as_uint32(tmp_path, output):
     class Wide:

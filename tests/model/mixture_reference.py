@@ -78,14 +78,12 @@ def _activated(h, shape, times=1):
 def loss(weights, shape, tokens, targets):
     """Return the mean loss of tokens and targets [B, T], including the router losses."""
     table = weights["embedding.token"]
-    x = table[tokens]
-    if (positions := weights.get("embedding.position")) is not None:
-        x = x + positions
+    x = torch_reference.embedded(weights, shape, tokens)
     routers = 0.0
     for number in range(shape.layers):
         name = f"layers.{number}"
         n = torch_reference.norm(weights, f"{name}.norm1", x, shape.epsilon)
-        seen = torch_reference.window_mask(shape, number)
+        seen = torch_reference.causal_mask(shape, number, tokens)
         a = torch_reference._attention(weights, name, n, shape, seen)
         x = x + torch_reference.linear(weights, f"{name}.proj", a)
         n = torch_reference.norm(weights, f"{name}.norm2", x, shape.epsilon)

@@ -38,6 +38,7 @@ KINDS = {
     "both": (LLAMA, sizes_of(kv_heads=6, dropout=0.25)),
     "bidirectional": (BERT, sizes_of()),
     "padded": (BERT, sizes_of(padding=PADDING, dropout=0.25)),
+    "documents": (LLAMA, sizes_of(kv_heads=6, separator=1, dropout=0.25)),
 }
 CONTEXTS = {
     "chunked": Context(T),

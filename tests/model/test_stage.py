@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -69,6 +70,30 @@ def test_every_second_block_with_a_window_matches_torch(family, window):
     how = {"ffn": 40} if family is LLAMA else {}
     shape = ModelSizes(**SHAPE | how, std=0.3, window=window, global_every=2)
     assert [shape.window_of(layer) for layer in range(3)] == [window, 0, window]
+    same_as(torch_reference.loss, shape, family)
+
+
+def loss_of_documents(weights, shape, tokens, targets):
+    """Run the model on one document at a time; a document ends with the token `separator`."""
+    logits = []
+    for row in tokens:
+        ends = [number + 1 for number, token in enumerate(row) if token == shape.separator]
+        for first, stop in pairwise(sorted({0, *ends, len(row)})):
+            alone = replace(shape, sequence=stop - first, separator=None)
+            logits.append(torch_reference._logits(weights, alone, row[None, first:stop])[0])
+    return functional.cross_entropy(
+        torch.cat(logits), targets.flatten().long(), ignore_index=IGNORE
+    )
+
+
+@pytest.mark.parametrize(("family", "window"), [(GPT2, 0), (LLAMA, 0), (GPT2, 2)])
+def test_packed_documents_match_a_run_on_each_document(family, window):
+    """Tokens 0 to 4 of 5 possible tokens: sequences of 7 tokens with documents of 1 to 7."""
+    how = {"vocabulary": 5, "separator": 3, "window": window, "std": 0.3}
+    shape = ModelSizes(**SHAPE | how)
+    ends = np.flatnonzero(batch(shape)[0] == 3)
+    assert len(ends) > 5 and (np.diff(ends) == 1).any()
+    same_as(loss_of_documents, shape, family)
     same_as(torch_reference.loss, shape, family)
 
 

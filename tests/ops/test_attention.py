@@ -46,6 +46,26 @@ PADDED = {
 SIZES = {"a sample a chunk": (1 << 20, 64), "a head a chunk": (1, 64), "2 queries": (1 << 20, 2)}
 
 
+@pytest.mark.parametrize("queries", [2, 64])
+@pytest.mark.parametrize("window", [0, 2])
+def test_packed_documents_match_attention_to_each_of_them(queries, window, monkeypatch):
+    """Two samples of 9 tokens, with documents of 3, 1 and 5 tokens, and of 9 tokens."""
+    monkeypatch.setattr("hpc3d.ops.attention._QUERIES", queries)
+    empty, form, sequence = Pool().empty, HeadForm(2, 2), 9
+    starts = np.array([3 * [0] + [3] + 5 * [4], 9 * [0]])
+    mask, alone = AttentionMask(window=window, starts=starts), AttentionMask(window=window)
+    qkv = RNG.normal(size=(2 * sequence, 3 * form.columns))
+    out, p = attend(qkv, sequence, form, empty, None, mask)
+    dout = RNG.normal(size=out.shape)
+    dqkv = attend_grad(dout, qkv, p, sequence, form, empty, None, mask)
+    for first, stop in ((0, 3), (3, 4), (4, 9), (9, 18)):
+        how = stop - first, form, empty
+        expected, of_document = attend(qkv[first:stop], *how, None, alone)
+        np.testing.assert_allclose(out[first:stop], expected, rtol=0, atol=1e-14)
+        gradient = attend_grad(dout[first:stop], qkv[first:stop], of_document, *how, None, alone)
+        np.testing.assert_allclose(dqkv[first:stop], gradient, rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize(("scores", "queries"), SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 @pytest.mark.parametrize("g", strided([1, 2], 2, 1, days=1))

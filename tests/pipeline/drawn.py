@@ -104,6 +104,8 @@ def models(draw):
     if kind != "bert" and draw(SELDOM):
         words["window"] = draw(st.integers(1, sequence))
         words["global_every"] = draw(st.sampled_from([0, 2, 3]))
+    if kind != "bert" and draw(SELDOM):
+        words |= {"boundaries": "true", "separator": draw(st.integers(0, 3))}
     if kind in kinds_with("experts") and draw(st.booleans()):
         words |= draw(st.sampled_from(EXPERTS))
     noisy = "qkv" in FAMILIES[kind].biased and "rope_fraction" in words

@@ -175,6 +175,9 @@ p=2 d=4 shard=2 x=2 schedule=1f1b microbatches=3 zero=1 kind=bert order="x d p y
 p=2 x=2 schedule=1f1b microbatches=4 sequence=6 window=3 recompute=selective dropout=0.25
 d=2 c=4 schedule=none microbatches=2 zero=1 sequence=16 window=3 global_every=2 kind=llama ffn=48
 p=2 c=4 schedule=zb-h1 microbatches=3 sequence=16 context=both ulysses=2 window=5 dropout=0.25
+p=2 d=2 x=2 schedule=1f1b microbatches=3 zero=1 sequence=6 boundaries=true separator=4
+c=4 x=2 schedule=none microbatches=2 sequence=8 boundaries=true kind=llama ffn=48 dropout=0.25
+c=2 z=2 schedule=none microbatches=3 sequence=8 context=all-to-all boundaries=true window=5
 c=2 x=2 schedule=none microbatches=2 sequence=8 window=4 context=all-to-all experts=4 capacity=4
 """.strip().splitlines()
 
@@ -230,7 +233,8 @@ def ranks(line):
 def alone(line):
     """Return the words of a mix that also apply to the serial model."""
     words = words_of(line).items()
-    kept = {k: v for k, v in words if KEYS[k].startswith(("model.", "train."))}
+    serial = "model.", "train.", "data.boundaries", "data.separator"
+    kept = {k: v for k, v in words if KEYS[k].startswith(serial)}
     return " ".join(f"{key}={shlex.quote(value)}" for key, value in kept.items())
 
 

@@ -36,6 +36,13 @@ def test_dense_model_has_no_assumptions():
     assert of_mixture(config) == {} and lines(config) == []
 
 
+def test_assumption_about_documents_is_listed():
+    dense = replace(Config(), data=replace(Config().data, boundaries=True))
+    mixture = replace(model_of(MIXTURE), data=dense.data)
+    assert "documents of any length" in lines(dense)[0] and len(lines(dense)) == 2
+    assert lines(mixture) == [*lines(model_of(MIXTURE)), *lines(dense)]
+
+
 def test_assumptions_are_listed():
     said = " ".join(lines(model_of(MIXTURE)))
     for part in ("2 of 4 blocks, top_k 2", "capacity 1.25: 10 slots", "FLOPs and MFU", "balance"):

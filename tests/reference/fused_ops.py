@@ -66,6 +66,9 @@ def causal_softmax(scores, scale, factors=None, mask=CAUSAL):
         scores += np.tril(np.full(scores.shape[-2:], -np.inf, scores.dtype), -1)
     if mask.window:
         scores += np.triu(np.full(scores.shape[-2:], -np.inf, scores.dtype), mask.window)
+    if mask.starts is not None:
+        earlier = np.arange(scores.shape[-2])[:, None] < mask.starts[:, None, :]
+        scores[...] = np.where(earlier[:, None], -np.inf, scores)
     if mask.padding is not None:
         scores[...] = np.where(mask.padding[:, None, :, None], -np.inf, scores)
     top = scores.max(-2, keepdims=True)

@@ -23,15 +23,17 @@ __device__ Pack<N> dropout_of(Draws& draws, int heads, int sequence, int key, in
 // factors.
 //
 // `padding` [B, sequence] marks masked keys; it is null if no key is masked. If all keys of a
-// query are masked, its probabilities are 0. `dropout_key` and `weights` are null without dropout.
+// query are masked, its probabilities are 0. A query does not attend to keys before its element of
+// `starts` [B, sequence], the beginning of its document; it is null without documents. `dropout_key` and `weights` are null without dropout.
 // A thread computes the maximum and the sum of its keys in one pass, and the 32 threads of a
 // column combine their results.
 // Launch: tiles_of_queries; reads and writes scores
 template <typename T>
 __global__ void __launch_bounds__(256)
-causal_softmax(T* scores, T* weights, const bool* padding, const Word* dropout_key, int causal,
-               int window, int heads, int sequence, float scale, long long first_row,
-               long long first_column, long long width, unsigned limit, float factor)
+causal_softmax(T* scores, T* weights, const bool* padding, const long long* starts,
+               const Word* dropout_key, int causal, int window, int heads, int sequence,
+               float scale, long long first_row, long long first_column, long long width,
+               unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
     const int query = (blockIdx.y * 8 + threadIdx.x) * N;
@@ -42,17 +44,21 @@ causal_softmax(T* scores, T* weights, const bool* padding, const Word* dropout_k
     const int keys = query < sequence ? sequence : 0;
     const long long start = static_cast<long long>(blockIdx.x) * sequence * sequence + query;
     const Part<N> pack = {sequence - query, sequence % N == 0 && aligned(scores, weights)};
+    int begin[N];
     Pack<N> top, sum = {};
 #pragma unroll
-    for (int i = 0; i < N; i++)
+    for (int i = 0; i < N; i++) {
+        begin[i] = starts && i < pack.left
+                       ? static_cast<int>(starts[blockIdx.x / heads * sequence + query + i]) : 0;
         top[i] = minus_infinity();
+    }
     for (int key = from + threadIdx.y; key < min(last, keys); key += 32) {
         if (hidden && hidden[key])
             continue;
         const Pack<N> a = pack.load(scores + start + static_cast<long long>(key) * sequence);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            if (!band.sees(query + i, key))
+            if (key < begin[i] || !band.sees(query + i, key))
                 continue;
             const float score = scale * a[i], most = Max::of(top[i], score);
             sum[i] *= top[i] < most ? expf(top[i] - most) : 1;
@@ -74,7 +80,7 @@ causal_softmax(T* scores, T* weights, const bool* padding, const Word* dropout_k
             p = pack.load(scores + place);
 #pragma unroll
         for (int i = 0; i < N; i++)
-            p[i] = some && band.sees(query + i, key)
+            p[i] = some && key >= begin[i] && band.sees(query + i, key)
                        ? expf(scale * p[i] - most[i]) / total[i] : 0;
         pack.store(scores + place, p);
         if (!dropout_key)

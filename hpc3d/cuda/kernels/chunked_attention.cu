@@ -6,7 +6,9 @@
 // one head, and each score matrix of the grid belongs to one query head. L and dots have the
 // layout [heads, group, sequence]; the first query of the tile has index `first` in the sequence.
 // Query q attends to the keys up to q + ahead, or only to the last `window` of them (0: no window),
-// that are not masked by `padding` (null: no padding).
+// that are not masked by `padding` (null: no padding). It does not attend to keys before the
+// position starts[q], the beginning of its document (null: no documents); the first key of the tile
+// is at `key_position`.
 // The dropout mask is a matrix with rows of `width` elements and one row per key and query head.
 // The tile starts at element (first_row, first_column) of this matrix. `dropout_key` is null
 // without dropout.
@@ -20,9 +22,10 @@ struct Column {
     Band band;
     long long start, step, sums;
     const bool* padding;
+    int begin[N];
 
-    __device__ Column(const bool* padding, int keys, int queries, int group, int ahead, int window,
-                      int first, int sequence)
+    __device__ Column(const bool* padding, const long long* starts, int key_position, int keys,
+                      int queries, int group, int ahead, int window, int first, int sequence)
         : query((blockIdx.y * 8 + threadIdx.x) * N),
           keys(query < queries ? keys : 0),
           ahead(ahead),
@@ -33,12 +36,19 @@ struct Column {
           sums(static_cast<long long>(blockIdx.x) * sequence + first + query),
           padding(padding)
     {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            begin[i] = starts && query + i < queries
+                           ? static_cast<int>(starts[query + i] - key_position) : 0;
     }
 
     // The keys before from() and from last() on are masked for all N queries.
     __device__ int from() const { return band.first(query + ahead); }
     __device__ int last() const { return min(query + ahead + N, keys); }
-    __device__ bool sees(int i, int key) const { return band.sees(query + ahead + i, key); }
+    __device__ bool sees(int i, int key) const
+    {
+        return key >= begin[i] && band.sees(query + ahead + i, key);
+    }
     __device__ bool some(int key) const
     {
         return key >= from() && key < last() && !(padding && padding[key]);
@@ -52,13 +62,14 @@ struct Column {
 // Launch: tiles_of_queries; reads and writes scores, sums
 template <typename T>
 __global__ void __launch_bounds__(256)
-chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const Word* dropout_key,
-              int keys, int queries, int group, int ahead, int window, int first, int sequence,
-              float scale, long long first_row, long long first_column, long long width,
-              unsigned limit, float factor)
+chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const long long* starts,
+              const Word* dropout_key, int key_position, int keys, int queries, int group,
+              int ahead, int window, int first, int sequence, float scale, long long first_row,
+              long long first_column, long long width, unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
-    const Column<T> column(padding, keys, queries, group, ahead, window, first, sequence);
+    const Column<T> column(padding, starts, key_position, keys, queries, group, ahead, window, first,
+                           sequence);
     const Part<N> pack = {queries - column.query, queries % N == 0 && aligned(scores)};
     Pack<N> before, top, sum = {};
 #pragma unroll
@@ -125,13 +136,14 @@ chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const Wo
 template <typename T>
 __global__ void __launch_bounds__(256)
 chunk_softmax_grad(T* scores, T* dweights, const float* sums, const float* dots,
-                   const bool* padding, const Word* dropout_key, int keys, int queries, int group,
-                   int ahead, int window, int first, int sequence, float scale,
-                   long long first_row, long long first_column, long long width, unsigned limit,
-                   float factor)
+                   const bool* padding, const long long* starts, const Word* dropout_key,
+                   int key_position, int keys, int queries, int group, int ahead, int window,
+                   int first, int sequence, float scale, long long first_row,
+                   long long first_column, long long width, unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
-    const Column<T> column(padding, keys, queries, group, ahead, window, first, sequence);
+    const Column<T> column(padding, starts, key_position, keys, queries, group, ahead, window, first,
+                           sequence);
     const bool wide = queries % N == 0 && aligned(scores, dweights);
     const Part<N> pack = {queries - column.query, wide};
     Pack<N> total, dot;

@@ -58,6 +58,7 @@ p=2 d=2 e=2 schedule=zb-h1 microbatches=4 zero=2 experts=4 top_k=4 bucket_mb=0.0
 d=2 c=2 e=2 microbatches=2 zero=1 experts=4 sequence=4
 c=2 x=2 scheme=1d-sequence batch=4 microbatches=4 experts=4 sequence=8
 e=2 x=2 y=2 microbatches=2 scheme=2d-summa experts=4 top_k=2 recompute=full dropout=0.25
+d=2 c=2 x=2 microbatches=2 sequence=8 boundaries=true
 d=2 c=4 microbatches=2 zero=1 sequence=16 window=3 global_every=2 kind=llama ffn=48
 p=2 c=4 schedule=1f1b microbatches=2 sequence=16 context=both ulysses=2 window=3
 """.strip().splitlines()
