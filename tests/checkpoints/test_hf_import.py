@@ -202,7 +202,7 @@ def test_a_tied_table_that_is_not_finite_is_still_tied(files):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ({"model_type": "bloom"}, "model_type = 'bloom' is not .* gpt2, llama, .*, mistral"),
+        ({"model_type": "bloom"}, "model_type = 'bloom' is not .* gpt2, gpt_neox, .*, mistral"),
         ({"model_type": "llama"}, "matrix embed_tokens.weight is missing, .* belong to a Llama"),
         ({"rope_alpha": 2.0}, "rope_alpha = 2.0 is unknown"),
         ({"activation_function": "relu"}, "activation_function = 'relu' is not .* gelu_new"),
