@@ -86,7 +86,8 @@ These properties are not modeled:
   `parallel.chunked_products`. Some published programs split a product and its collective into
   chunks;
 - the power limit of torchtitan's GPUs (500 W instead of 700 W);
-- kernel launches by the host, which delay eager programs such as llm-foundry;
+- kernel launches by the host, which delay eager programs such as llm-foundry: the sources do not
+  state the time per launch (`host_s` of a machine file);
 - the network of nanotron's runs, which the source does not describe;
 - memory-saving options that the sources do not mention. Some rows therefore do not fit in
   memory, although the published runs did. For each of these rows, `plan --memory 80GB` finds a
@@ -116,8 +117,8 @@ _CAUSES = {
     "depend on it: on 512 GPUs, tensor-parallel groups of 16 GPUs span two nodes; on 64 GPUs, the "
     "pipeline has 16 stages.",
     "nanotron": "The published steps take less than 0.4 s. The errors are therefore probably "
-    "due mainly to kernel launches by the host, which are not modeled, and to the unknown "
-    "network.",
+    "due mainly to kernel launches by the host, whose time the source does not state, and to the "
+    "unknown network.",
     "vtrain-3072": "The published time is twice that of the same step with 32 instead of 64 "
     "sequences per microbatch, which does the same work. The source does not explain it.",
     "vtrain-8192": "The published steps with two tensor-parallel ranks take 19 to 27 s, and the "
