@@ -43,7 +43,8 @@ _EXITS = (
 )
 _TOLERANCES = {"float64": 1e-10, "float32": 1e-4}  # of losses; 16-bit types: _COARSE
 _COARSE = 1e-2
-_VARYING = ("created_utc", "load", "ranks")  # keys of environment.json that may always differ
+# Keys of environment.json that may always differ.
+_VARYING = ("created_utc", "load", "other_cpu_share", "ranks")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

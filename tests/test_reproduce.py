@@ -45,6 +45,9 @@ def changed(run, step, loss):
 
 
 def test_same_configuration_gives_identical_losses_and_bytes(run, capsys):
+    facts = json.loads((run / "environment.json").read_text())
+    facts |= {"load": [99.0, 9.0, 9.0], "other_cpu_share": 0.9}  # they always differ
+    (run / "environment.json").write_text(json.dumps(facts))
     code, lines, found = reproduced(capsys, run)
     assert code == 0 and found["largest_difference"] == 0 and found["steps"] == 3
     assert (found["losses_agree"], found["bytes_agree"], found["environment"]) == (True, True, [])
