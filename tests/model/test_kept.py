@@ -272,7 +272,7 @@ class Square:
 
 def test_types_of_all_saved_fields_are_known_at_run_time():
     """A type that is only imported for type checking breaks a run with offloaded activations."""
-    names = [each.name for each in pkgutil.iter_modules(hpc3d.model.__path__, "hpc3d.model.")]
+    names = [each.name for each in pkgutil.walk_packages(hpc3d.model.__path__, "hpc3d.model.")]
     found = [vars(import_module(name)).items() for name in names]
     kinds = {kind for items in found for name, kind in items if name.endswith("Saved")}
     assert len(kinds) > 8 and all(get_type_hints(kind) for kind in kinds)

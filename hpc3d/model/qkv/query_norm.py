@@ -6,13 +6,13 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.model.layers import NormSaved
 from hpc3d.ops.column_blocks import copy_block
 from hpc3d.tensor.layout import Layout
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
-    from hpc3d.model.layers import NormSaved
     from hpc3d.model.parameters import Parameter, Parameters
     from hpc3d.model.spec import ModelSizes, ModelSpec
 
