@@ -102,7 +102,8 @@ def models(draw):
         words["kv_heads"] = draw(st.sampled_from([hidden // width, *fitting]))
     words |= draw(family_keys(kind))
     if kind != "bert" and draw(SELDOM):
-        words["window"] = draw(st.integers(1, sequence))
+        # With a window of one token, the gradients of q and k are rounding noise.
+        words["window"] = draw(st.integers(2, sequence))
         words["global_every"] = draw(st.sampled_from([0, 2, 3]))
     if kind != "bert" and draw(SELDOM):
         words |= {"boundaries": "true", "separator": draw(st.integers(0, 3))}
