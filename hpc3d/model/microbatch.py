@@ -71,7 +71,12 @@ class Microbatch(NamedTuple):
 
 
 class DeviceCache:
-    """Cache of microbatch arrays on the model's device, used as `Microbatch.cache`."""
+    """Cache of microbatch arrays on the model's device, used as `Microbatch.cache`.
+
+    If `persistent` is True, the arrays are refilled in each step instead of created again.
+    """
+
+    persistent = False
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool

@@ -26,6 +26,8 @@ class _PersistentDeviceCache(DeviceCache):
     At the beginning of each step, the functions in `makers` refill the arrays of all microbatches.
     """
 
+    persistent = True
+
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
         self.makers: dict[str, Callable[[Microbatch], Any]] = {}

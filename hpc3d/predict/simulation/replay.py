@@ -143,7 +143,7 @@ class PassRecorder:
         pool.saved = Counter()  # discards changes of the replay
         for name, array in recorded.brought.items():
             micro.cached(name, lambda _, array=array: array)
-        if pool.on_device:  # the input arrays of a CUDA graph remain allocated between steps
+        if pool.on_device:  # identical blocks bring these arrays only once
             brought = sum(array.nbytes for array in recorded.brought.values())
             again = brought - (pool.held - held)
             before["activation"], held = before["activation"] - again, held - again
@@ -275,6 +275,14 @@ def _placeholder(array: Any) -> np.ndarray:
     return np.broadcast_to(np.zeros((), getattr(array, "dtype", np.float32)), np.shape(array))
 
 
+def _refilled(micro: Microbatch) -> bool:
+    """Return True if the microbatch refills the device arrays of the previous step.
+
+    Its passes then bring no arrays, so they have other peaks than in the first step.
+    """
+    return micro.cache.persistent and micro.step > 0  # type: ignore[attr-defined]
+
+
 class KeptArrays(list):
     """References to the arrays that a replayed pass saves, so that they stay allocated."""
 
@@ -303,15 +311,14 @@ class ReplayedStage:
         return self.blocks[key]
 
     def kind(self, name: str, micro: Microbatch) -> _Kind:
-        return name, self.chunk, micro.sequences
+        return name, self.chunk, micro.sequences, _refilled(micro)
 
     def executes(self, micro: Microbatch) -> bool:
         """Return True if the passes of the current microbatch must be executed."""
         number, known = self.recorder.ledger.microbatch, self.recorder.results
         if number in self.run.always or self.kind("F", micro) not in known:
             return True
-        recorded = self.kind("BW", micro) in known or self.kind("B", micro) in known
-        return number in self.run.once and not recorded
+        return any(self.kind(op, micro) not in known for op in self.run.once.get(number, ()))
 
     def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, Any]:
         kind = self.kind("F", micro)
@@ -371,7 +378,7 @@ class ReplayedBlock:
         self.before, self.after = before, after
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Array, Any]:
-        kind = ("F", micro.sequences, *self.alike)
+        kind = ("F", micro.sequences, _refilled(micro), *self.alike)
         if min(self.before, self.after) > 1:
             return self.recorder.replay_forward(kind, x, micro, self.number)
         if self.before == 1:
@@ -381,7 +388,8 @@ class ReplayedBlock:
     def backward(
         self, dy: Array, saved: Any, micro: Microbatch, defer: Callable[..., None]
     ) -> Array:
-        kind, recorder = ("BW", micro.sequences, *self.alike), self.recorder
+        kind = ("BW", micro.sequences, _refilled(micro), *self.alike)
+        recorder = self.recorder
         if isinstance(saved, KeptArrays):
             return recorder.replay_backward(kind, dy, saved, micro, self.number)
         only, saved = [saved], None  # the block frees the saved data itself
@@ -442,12 +450,12 @@ class ExecutedMicrobatches(NamedTuple):
     """Microbatches of a model chunk whose passes must be executed, not replayed.
 
     Passes of the microbatches in `always` overlap with gradient reductions. The microbatches in
-    `once` have the first forward or backward pass of a microbatch of their size, and are executed
-    until these passes have been recorded.
+    `once` have the first passes of certain kinds (F, B or BW) for microbatches of their size, and
+    are executed until these passes have been recorded.
     """
 
     always: set[int]
-    once: set[int]
+    once: dict[int, list[str]]
 
 
 def microbatches_to_run(
@@ -462,11 +470,11 @@ def microbatches_to_run(
     run: dict[int, ExecutedMicrobatches] = {}
     for group in groups:
         op, mb, chunk = group[0]
-        here = run.setdefault(chunk, ExecutedMicrobatches(set(), set()))
+        here = run.setdefault(chunk, ExecutedMicrobatches(set(), {}))
         kind = op, chunk, sizes[mb] if mb >= 0 else 0
         if group[-1].op == "Reduce" and mb >= 0:
             here.always.add(mb)
         elif op in ("F", "B", "BW") and kind not in found:
-            here.once.add(mb)
+            here.once.setdefault(mb, []).append(op)
         found.add(kind)
     return run

@@ -321,11 +321,11 @@ def _saved_by(passes: Mapping[tuple, RecordedPass]) -> dict[str, int]:
     The bytes include saved activations, gathered weights and the output of the pass. If
     microbatches have different sizes, the largest microbatch is used.
     """
-    stages = {kind: each for kind, each in passes.items() if len(kind) == 3}  # without blocks
-    largest = max((sequences for _, _, sequences in stages), default=0)
+    stages = {kind: each for kind, each in passes.items() if len(kind) == 4}  # without blocks
+    largest = max((sequences for _, _, sequences, _ in stages), default=0)
     found: Counter[str] = Counter()
-    for (name, _, sequences), recorded in stages.items():
-        if (name, sequences) == ("F", largest):
+    for (name, _, sequences, refilled), recorded in stages.items():
+        if (name, sequences, refilled) == ("F", largest, False):
             found.update(recorded.saved)
     return dict(found)
 
