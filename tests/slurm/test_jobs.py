@@ -1,6 +1,7 @@
 """The scripts of jobs/ under a real Slurm: `make slurm-test`."""
 
 import csv
+import json
 import re
 import shlex
 
@@ -153,6 +154,22 @@ def test_documented_launcher_check_passes(cluster):
     job = cluster.submit("-n", 2, "-o", "results/check-%j.log", "--wrap", words)
     cluster.wait(job, "COMPLETED", 500)
     assert re.search(r"^\d+ passed", cluster.log(job), re.MULTILINE)
+
+
+def test_evaluation_job_has_the_same_result_on_any_number_of_ranks(cluster):
+    """The launcher is the default of launch.sh, which binds ranks to cores."""
+    trained = train(cluster, "mpirun", 3, ranks=2)
+    cluster.wait(trained, "COMPLETED")
+    folder = run_of(cluster, trained).relative_to(cluster.site)
+    (cluster.site / "held.txt").write_text("One text that no run has seen. " * 20)
+    words = ["jobs/evaluate.sbatch", folder, "--data", "held.txt", "--json"]
+    found = []
+    for ranks in (1, 2):
+        job = cluster.submit("-n", ranks, *words, "--train.dtype", "float64")
+        cluster.wait(job, "COMPLETED")
+        assert LAUNCHERS[0] in cluster.log(job)
+        found.append(json.loads(cluster.log(job).splitlines()[-1])["files"][0]["loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-10)
 
 
 def test_array_of_layouts_produces_one_table(cluster):
