@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.argument_types import real
@@ -30,7 +33,7 @@ log = logging.getLogger("hpc3d.reproduce")  # here, __name__ is "__main__"
 _DESCRIPTION = """\
 Train the configuration of a run again, from the first step, with the same number of ranks, and
 compare the results. RUN_DIR is the folder of a run, which may have been stopped early or resumed.
-The second run is stored in a new folder.
+The second run is stored in a new folder. It has no trackers and no time limit.
 
 The losses agree if their largest relative difference is at most --tolerance. On the same machine,
 they are usually identical: training depends on the seed, not on time. The bytes that each rank
@@ -71,7 +74,7 @@ def parser() -> Parser:
 
 
 def _reproduce(options: Namespace) -> int:
-    from hpc3d.config.load import load
+    from hpc3d.config.load import load, to_toml
     from hpc3d.library.launched_run import launched
 
     before = options.run.absolute()
@@ -81,9 +84,13 @@ def _reproduce(options: Namespace) -> int:
     steps = _steps_to_repeat(before, config)
     ranks = config.grid().size
     log.info("training %s on %s", counted(steps, "step"), counted(ranks, "rank"))
-    words = [str(before / "config.toml"), "--train.steps", str(steps)]
-    out = options.out or before.parent
-    after = launched(ranks, [*words, "--run.out", str(out)], options.launcher)
+    again = _without_side_effects(config, steps, options.out or before.parent)
+    if threads := _environment(before).get("threads_per_rank"):
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    with TemporaryDirectory(prefix="hpc3d-") as scratch:
+        source = Path(scratch, "config.toml")
+        source.write_text(to_toml(again), encoding="utf-8")
+        after = launched(ranks, [str(source)], options.launcher)
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = _TOLERANCES.get(config.train.dtype, _COARSE)
@@ -92,6 +99,13 @@ def _reproduce(options: Namespace) -> int:
     if options.json:
         print(json.dumps(found))
     return 0 if found["losses_agree"] and found["bytes_agree"] is not False else CHECK_FAILED
+
+
+def _without_side_effects(config: Config, steps: int, out: Path) -> Config:
+    """Return the configuration of the second run, without trackers and a time limit."""
+    train = replace(config.train, steps=steps, max_minutes=0.0)
+    own = replace(config.run, out=str(out.absolute()), trackers=(), metrics_hook=None)
+    return replace(config, train=train, run=own)
 
 
 def _steps_to_repeat(run: Path, config: Config) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc3d import reproduce
+from hpc3d.config.load import load
 from hpc3d.library import launched_run
 from tests.library.tiny import WORDS
 from tests.mpi import surroundings
@@ -78,6 +79,16 @@ def test_other_seed_and_environment_are_found(run, capsys):
         "packages.numpy",
         "data.data.path",
     ]
+
+
+def test_second_run_has_no_trackers_and_no_time_limit(run, capsys):
+    path = run / "config.toml"
+    text = re.sub(r"(?m)^(max_minutes) = .*", r"\1 = 5.0", path.read_text())
+    path.write_text(re.sub(r"(?m)^(trackers) = .*", r"\1 = ['tensorboard']", text))
+    _, _, found = reproduced(capsys, run)
+    config = load(Path(found["folder"]) / "config.toml", [], of_run=True)
+    assert (config.train.max_minutes, config.run.trackers) == (0, ())
+    assert found["bytes_agree"]
 
 
 def test_run_that_stopped_early_is_repeated_up_to_its_last_step(run, capsys):
