@@ -512,15 +512,26 @@ def published(model: ModelConfig) -> PublishedFamily:
 
     Raises ValueError for a window or a mixture of experts that `transformers` does not support.
     """
-    biased = model.attention_bias or model.mlp_bias
-    if model.global_every or (model.window and (model.kind != LLAMA.kind or biased)):
-        key = f"model.window = {model.window}, model.global_every = {model.global_every}"
-        raise ValueError(
-            f"{key}: only models with model.kind = {LLAMA.kind}, without biases, and with a "
-            "window in every block can be exported to transformers (as Mistral or Mixtral)"
-        )
+    family = _family_of(model)
+    missing = {"window", "global_every"} - family.settings.windows
+    for key in sorted(missing, reverse=True):
+        if value := getattr(model, key):
+            able = {
+                each.family.kind for each in PUBLISHED.values() if key in each.settings.windows
+            }
+            raise ValueError(
+                f"model.{key} = {value}: {family.architecture} in transformers does not have this "
+                f"setting; models with model.kind = {', '.join(sorted(able))} can be exported "
+                "with it if they have neither experts nor additional biases"
+            )
+    return family
+
+
+def _family_of(model: ModelConfig) -> PublishedFamily:
     if not model.experts:
-        return _TRANSFORMERS_MISTRAL if model.window else PUBLISHED[model.kind]
+        biased = model.attention_bias or model.mlp_bias
+        windowed = model.window and model.kind == LLAMA.kind and not biased
+        return _TRANSFORMERS_MISTRAL if windowed else PUBLISHED[model.kind]
     if model.kind not in _MIXTURES:
         raise ValueError(
             f"model.kind = {model.kind} with experts has no counterpart in transformers; use "

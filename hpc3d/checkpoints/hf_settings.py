@@ -43,6 +43,7 @@ _OF_MIXTRAL = {  # maps [model] keys to (value required by Mixtral, description)
     "attention_bias": (False, "no attention biases"),
     "mlp_bias": (False, "no biases of experts"),
 }
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # types of layers in config.json
 _BALANCE = "router_aux_loss_coef"
 _LARGEST = 1e6  # upper limit of router_aux_loss_coef
 # Keys that concern tokenization, files or training and do not affect a model's output.
@@ -78,6 +79,7 @@ class Settings(NamedTuple):
     written   function that returns the other keys of config.json for a ModelConfig (export)
     told      function that returns further keys of [model], given config.json and the
               keys known so far (import)
+    windows   keys of [model] for sliding windows that config.json supports
     """
 
     sizes: Mapping[str, str]
@@ -86,6 +88,7 @@ class Settings(NamedTuple):
     others: frozenset[str]
     written: Callable[[ModelConfig], dict[str, Any]]
     told: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+    windows: frozenset[str] = frozenset()
 
     def of(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's config.json settings for a model configuration."""
@@ -244,11 +247,16 @@ def _mistral_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mistral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_llama_told(settings, model), "window": _window(settings)}
+
+
+def _window(settings: Mapping[str, Any]) -> int:
+    """Return the sliding window in a config.json, or 0 if it has none."""
     window = settings.get("sliding_window")
     if window is not None and (type(window) is not int or window < 1):
         only = "must be a positive integer, or null for no window"
         raise ValueError(f"{CONFIG}: sliding_window = {window!r}: {only}")
-    return {**_llama_told(settings, model), "window": window or 0}
+    return window or 0
 
 
 def _mixtral_written(model: ModelConfig) -> dict[str, Any]:
@@ -326,14 +334,49 @@ def _olmo2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
 
 
 def _phi3_written(model: ModelConfig) -> dict[str, Any]:
-    return {**_llama_written(model), "partial_rotary_factor": model.rope_fraction}
+    return {**_mistral_written(model), "partial_rotary_factor": model.rope_fraction}
+
+
+def _qwen2_written(model: ModelConfig) -> dict[str, Any]:
+    if not model.window:
+        return {**_llama_written(model), "use_sliding_window": False}
+    kinds = _layer_types(model.layers, model.global_every)
+    windows = {"use_sliding_window": True, "max_window_layers": 0, "layer_types": kinds}
+    return {**_mistral_written(model), **windows}
 
 
 def _qwen2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = settings.get("layer_types", [])
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ValueError(f"{CONFIG}: layer_types: only 'full_attention' is supported")
-    return _llama_told(settings, model)
+    layers, window = model["layers"], _window(settings)
+    used, first = settings.get("use_sliding_window", False), settings.get("max_window_layers", 28)
+    if type(used) is not bool or (used and not window):
+        only = "must be false, or true with a sliding_window"
+        raise ValueError(f"{CONFIG}: use_sliding_window = {used!r}: {only}")
+    if type(first) is not int:
+        raise ValueError(f"{CONFIG}: max_window_layers = {first!r}: must be an integer")
+    full = min(max(first, 0), layers) if used else layers  # the first layers have no window
+    usual = [_FULL] * full + [_SLIDING] * (layers - full)
+    kinds = settings.get("layer_types", usual)
+    return {**_llama_told(settings, model), **_windows(kinds, layers, window if used else 0)}
+
+
+def _layer_types(layers: int, every: int) -> list[str]:
+    """Return the attention type of each block: a window, except in every `every`-th block."""
+    full = [every > 0 and (layer + 1) % every == 0 for layer in range(layers)]
+    return [_FULL if each else _SLIDING for each in full]
+
+
+def _windows(kinds: Any, layers: int, window: int) -> dict[str, Any]:
+    """Return the keys of [model] for a window in the blocks with the types `kinds`."""
+    if kinds == [_FULL] * layers:
+        return {"window": 0}
+    every = kinds.index(_FULL) + 1 if isinstance(kinds, list) and _FULL in kinds else 0
+    if window and every != 1 and kinds == _layer_types(layers, every):
+        return {"window": window, "global_every": every}
+    where = f"in all {layers} layers or in every n-th layer, with n at least 2"
+    raise ValueError(
+        f"{CONFIG}: the layers with a window (layer_types, max_window_layers) are not supported; "
+        f"all layers can have one, or {_FULL!r} {where}"
+    )
 
 
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -433,17 +476,23 @@ _PLAIN = {key: ours for key, ours in LLAMA.sizes.items() if not key.endswith("_b
 
 PHI3 = LLAMA._replace(
     sizes=_PLAIN,
-    fixed={"hidden_act": "silu", "sliding_window": None},
+    fixed={"hidden_act": "silu"},
     dropouts=("resid_pdrop", "embd_pdrop", "attention_dropout"),
-    others=LLAMA.others | {"original_max_position_embeddings", "partial_rotary_factor"},
+    others=LLAMA.others
+    | {"original_max_position_embeddings", "partial_rotary_factor", "sliding_window"},
     written=_phi3_written,
+    told=_mistral_told,
+    windows=frozenset({"window"}),
 )
 
 QWEN2 = LLAMA._replace(
     sizes=_PLAIN,
-    fixed={"hidden_act": "silu", "use_sliding_window": False},
-    others=LLAMA.others | {"layer_types", "max_window_layers", "sliding_window"},
+    fixed={"hidden_act": "silu"},
+    others=LLAMA.others
+    | {"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"},
+    written=_qwen2_written,
     told=_qwen2_told,
+    windows=frozenset({"window", "global_every"}),
 )
 
 MISTRAL = LLAMA._replace(
@@ -452,6 +501,7 @@ MISTRAL = LLAMA._replace(
     others=LLAMA.others | {"sliding_window"},
     written=_mistral_written,
     told=_mistral_told,
+    windows=frozenset({"window"}),
 )
 
 MIXTRAL = LLAMA._replace(
@@ -460,6 +510,7 @@ MIXTRAL = LLAMA._replace(
     others=MISTRAL.others | {_BALANCE, "output_router_logits"},
     written=_mixtral_written,
     told=_mixtral_told,
+    windows=frozenset({"window"}),
 )
 
 QWEN3 = QWEN2._replace(
@@ -509,4 +560,5 @@ QWEN3_MOE = MIXTRAL._replace(
     },
     others=MIXTRAL.others | {"intermediate_size", "sliding_window", "max_window_layers"},
     told=_qwen3_moe_told,
+    windows=frozenset(),
 )

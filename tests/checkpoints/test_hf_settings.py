@@ -78,19 +78,44 @@ def test_llama_config_json_maps_to_model_settings(told, found):
     assert (model["heads"], model["sequence"], model["layers"]) == (12, 3, 4)
 
 
-def test_sliding_windows_of_qwen2_are_rejected():
-    settings = {**QWEN2.of(MODEL), "layer_types": ["full_attention"] * 4, "sliding_window": 9}
-    assert QWEN2.model(settings, {"hidden": 24})["kv_heads"] == 4
-    with pytest.raises(ValueError, match="use_sliding_window = True: only False is"):
-        QWEN2.model(settings | {"use_sliding_window": True}, {"hidden": 24})
-    with pytest.raises(ValueError, match=r"layer_types: only 'full_attention' is"):
-        QWEN2.model(settings | {"layer_types": ["sliding_attention"]}, {"hidden": 24})
+WINDOW = {"use_sliding_window": True, "sliding_window": 9}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({"layer_types": [FULL] * 4, "sliding_window": 9}, (0, 0)),
+        ({**WINDOW, "max_window_layers": 0}, (9, 0)),
+        (WINDOW, (0, 0)),  # the default of max_window_layers is 28
+        ({**WINDOW, "max_window_layers": 2}, "the layers with a window .* all 4 layers or in"),
+        ({**WINDOW, "max_window_layers": "2"}, "max_window_layers = '2': must be an integer"),
+        ({**WINDOW, "layer_types": [SLIDING, FULL] * 2}, (9, 2)),
+        ({**WINDOW, "layer_types": [SLIDING, SLIDING, FULL, SLIDING]}, (9, 3)),
+        ({**WINDOW, "layer_types": [FULL, SLIDING] * 2}, "the layers with a window .* are not"),
+        ({**WINDOW, "layer_types": [SLIDING] * 3}, "the layers with a window .* are not"),
+        ({"layer_types": [SLIDING] * 4, "sliding_window": 9}, "the layers with a window"),
+        ({"use_sliding_window": True}, "use_sliding_window = True: must be false, or true with"),
+        ({"use_sliding_window": 1}, "use_sliding_window = 1: must be false, or true with"),
+    ],
+    ids=str,
+)
+def test_windows_of_qwen2_map_to_model_settings(told, found):
+    settings = QWEN2.of(MODEL) | told
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            QWEN2.model(settings, {"hidden": 24})
+        return
+    model = QWEN2.model(settings, {"hidden": 24})
+    assert (model["window"], model.get("global_every", 0)) == found
+    again = QWEN2.of(replace(MODEL, window=found[0], global_every=found[1]))
+    assert QWEN2.model(again, {"hidden": 24}) == model
 
 
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"sliding_window": 2047}, "sliding_window = 2047: only None is supported"),
+        ({"sliding_window": -1}, "sliding_window = -1: must be a positive integer"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
     ],
 )

@@ -50,6 +50,7 @@ LLAMA3 |= {"original_max_position_embeddings": 5, "rope_theta": 50.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
 YARN |= {"rope_theta": 50.0, "beta_fast": 0.5, "beta_slow": 0.05}
 ROBERTA = {"max_position_embeddings": LENGTH + 2, "type_vocab_size": 1, "pad_token_id": 1}
+WINDOW = {"use_sliding_window": True, "sliding_window": 3}
 CASES = {  # row of the table -> type of transformers and settings
     "Llama": ("llama", {}),
     "Llama, `head_dim` of its own": ("llama", {"head_dim": 12}),
@@ -69,7 +70,12 @@ CASES = {  # row of the table -> type of transformers and settings
     "Llama, YaRN": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "Llama 3": ("llama", {"rope_parameters": LLAMA3}),
     "Qwen2": ("qwen2", {"use_sliding_window": False}),
+    "Qwen2, sliding window": ("qwen2", WINDOW | {"max_window_layers": 0}),
     "Qwen3": ("qwen3", {"head_dim": 12}),
+    "Qwen3, sliding window in the first of two layers": (
+        "qwen3",
+        WINDOW | {"head_dim": 12, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "Qwen3, a KV head per query head": (
         "qwen3",
         {"head_dim": 4, "num_key_value_heads": 4, "attention_bias": True},
@@ -97,6 +103,7 @@ CASES = {  # row of the table -> type of transformers and settings
         {"rotary_pct": 1.0, "hidden_act": "gelu_new", "tie_word_embeddings": True},
     ),
     "Phi-3": ("phi3", {}),
+    "Phi-3, sliding window": ("phi3", {"sliding_window": 3}),
     "Phi-3, partial rotary embedding": (
         "phi3",
         {"partial_rotary_factor": 0.5, "num_key_value_heads": 4, "tie_word_embeddings": True},
