@@ -216,7 +216,7 @@ def _in_plain_form(
     tanh = partial(functional.gelu, approximate="tanh")
     gate = tanh if family.gate is geglu else functional.silu
     how = {"tied": False, "gate": gate, "parallel": family.parallel}
-    how |= {"window_of": shape.window_of}
+    how |= {"window_of": shape.window_of, "rotation_of": shape.rotation_of}
     return plain, SimpleNamespace(**{**vars(shape), **how})
 
 
@@ -225,7 +225,8 @@ def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) 
     x = embedded(weights, shape, tokens)
     for number in range(shape.layers):
         seen = causal_mask(shape, number, tokens)
-        x = _block(weights, f"layers.{number}", x, shape, seen)
+        of_layer = {**vars(shape), "rotation": shape.rotation_of(number)}
+        x = _block(weights, f"layers.{number}", x, SimpleNamespace(**of_layer), seen)
     head = table if shape.tied else weights["head.table"]
     return norm(weights, "head.norm", x, shape.epsilon) @ head[: shape.vocabulary].T
 

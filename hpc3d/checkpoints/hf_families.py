@@ -34,6 +34,11 @@ OLMo 2 has the names of Qwen3, except for its norms at the end of branches:
     layers.N.post_norm1        layers.N.post_attention_layernorm
     layers.N.post_norm2        layers.N.post_feedforward_layernorm
 
+Gemma 3 has the names of OLMo 2, and norms before the branches:
+
+    layers.N.norm1             layers.N.input_layernorm
+    layers.N.norm2             layers.N.pre_feedforward_layernorm
+
     hpc3d                      MixtralForCausalLM, model.*; otherwise as Llama
     layers.N.router            layers.N.block_sparse_moe.gate
     layers.N.experts.up        layers.N.block_sparse_moe.experts.E.w1 (gate), w3 (up)
@@ -78,6 +83,7 @@ from hpc3d.checkpoints import hf_settings
 from hpc3d.model.families import (
     BERT,
     GEMMA,
+    GEMMA3,
     GPT2,
     GPT_NEOX,
     LLAMA,
@@ -372,6 +378,18 @@ _TRANSFORMERS_GEMMA = _TRANSFORMERS_LLAMA._replace(
     settings=hf_settings.GEMMA,
 )
 
+_TRANSFORMERS_GEMMA3 = _TRANSFORMERS_GEMMA._replace(
+    family=GEMMA3,
+    types=("gemma3_text",),
+    architecture="Gemma3ForCausalLM",
+    layers={
+        **_TRANSFORMERS_OLMO2.layers,
+        "norm1": ("input_layernorm",),
+        "norm2": ("pre_feedforward_layernorm",),
+    },
+    settings=hf_settings.GEMMA3,
+)
+
 _TRANSFORMERS_GPT_NEOX = PublishedFamily(
     family=GPT_NEOX,
     types=("gpt_neox",),
@@ -494,6 +512,7 @@ PUBLISHED = {
         _TRANSFORMERS_QWEN3,
         _TRANSFORMERS_OLMO2,
         _TRANSFORMERS_GEMMA,
+        _TRANSFORMERS_GEMMA3,
         _TRANSFORMERS_MISTRAL,
         _TRANSFORMERS_MIXTRAL,
         _TRANSFORMERS_QWEN3_MOE,

@@ -63,6 +63,11 @@ _OF_BERT = """
     chunk_size_feed_forward classifier_dropout directionality hidden_act pooler_fc_size
     pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
 """
+# Other keys of Gemma 3.
+_OF_GEMMA3 = """
+    _sliding_window_pattern cache_implementation layer_types query_pre_attn_scalar
+    rope_local_base_freq sliding_window sliding_window_pattern
+"""
 # Other keys of GPT-NeoX.
 _OF_NEOX = """
     classifier_dropout hidden_act rope_parameters rope_scaling rotary_emb_base rotary_pct
@@ -329,6 +334,41 @@ def _gemma_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
     return _llama_told({"head_dim": 256, **settings}, model)  # the default of transformers
 
 
+def _gemma3_written(model: ModelConfig) -> dict[str, Any]:
+    kinds = _layer_types(model.layers, model.global_every)
+    return {
+        **_mistral_written(model),
+        "layer_types": kinds if model.window else [_FULL] * model.layers,
+        "rope_local_base_freq": model.rope_window_theta,
+        "query_pre_attn_scalar": model.query_scalar or model.head_width,
+    }
+
+
+def _gemma3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    usual = {"sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256}
+    told = {**usual, **settings}  # with the defaults of transformers
+    rope = {"rope_theta": 1e6, "rope_local_base_freq": 10000.0, **told}
+    parts = told.get("rope_parameters")
+    if isinstance(parts, dict) and {*parts} <= {_FULL, _SLIDING}:
+        rope = {**rope, "rope_parameters": parts.get(_FULL, {})}
+        local = {"rope_theta": rope["rope_local_base_freq"]}
+        local = _rope({**local, "rope_parameters": parts.get(_SLIDING, {})})
+        if local.keys() != {"rope_theta"}:
+            raise ValueError(f"{CONFIG}: rope_parameters: {_SLIDING} must have the type default")
+        rope["rope_local_base_freq"] = local["rope_theta"]
+    every = told.get("sliding_window_pattern", told.get("_sliding_window_pattern", 6))
+    if type(every) is not int or every < 1:
+        raise ValueError(f"{CONFIG}: sliding_window_pattern = {every!r}: must be positive")
+    layers, scalar = model["layers"], told["query_pre_attn_scalar"]
+    kinds = told.get("layer_types", _layer_types(layers, every))
+    return {
+        **_llama_told(rope, model),
+        **_windows(kinds, layers, _window(told)),
+        "rope_window_theta": rope["rope_local_base_freq"],
+        "query_scalar": None if scalar == told["head_dim"] else scalar,
+    }
+
+
 def _olmo2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     return _llama_told({"rms_norm_eps": 1e-5, **settings}, model)  # the default of transformers
 
@@ -524,6 +564,19 @@ GEMMA = LLAMA._replace(
     sizes=QWEN3.sizes,
     fixed={"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": None},
     told=_gemma_told,
+)
+
+GEMMA3 = GEMMA._replace(
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+    },
+    others=LLAMA.others | set(_OF_GEMMA3.split()),
+    written=_gemma3_written,
+    told=_gemma3_told,
+    windows=frozenset({"window", "global_every"}),
 )
 
 GPT_NEOX = Settings(

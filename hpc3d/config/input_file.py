@@ -264,14 +264,19 @@ class ModelConfig:
     norm_epsilon: Annotated[float | None, AtLeast(0), LessThan(1), _of_kinds("norm_epsilon")] = (
         None
     )
-    """Epsilon of the normalization layers. Default: 1e-12 for bert and roberta, 1e-6 for gemma,
-    otherwise 1e-5."""
+    """Epsilon of the normalization layers. Default: 1e-12 for bert and roberta, 1e-6 for gemma and
+    gemma3_text, otherwise 1e-5."""
     attention_bias: Annotated[bool, _of_kinds("attention_bias")] = False
     """Add biases to the q, k, v and output projections of attention."""
     mlp_bias: Annotated[bool, _of_kinds("mlp_bias")] = False
     """Add biases to the linear layers of the MLP."""
     rope_theta: Annotated[float, AtLeast(1), LessThan(inf), _of_kinds("rope_theta")] = 10000.0
     """Base (theta) of the rotary position embedding (RoPE)."""
+    rope_window_theta: Annotated[
+        float, AtLeast(1), LessThan(inf), _of_kinds("rope_window_theta")
+    ] = 10000.0
+    """Base (theta) of RoPE in blocks with a sliding window, to which rope_scaling does not apply.
+"""
     rope_fraction: Annotated[float, MoreThan(0), AtMost(1), _of_kinds("rope_fraction")] = 1.0
     """Fraction of the features of an attention head that RoPE rotates (partial rotary factor)."""
     rope_scaling: Annotated[dict[str, float | str] | None, _of_kinds("rope_scaling")] = field(
@@ -281,6 +286,10 @@ class ModelConfig:
     rope_type in Hugging Face configurations. The other parameters are the scaling factor, the
     original context length in tokens, and those of the type (docs/models.md). Example: { type =
     "llama3", factor = 8, low = 1, high = 4, original = 8192 }. Default: none."""
+    query_scalar: Annotated[int | None, AtLeast(1), AtMost(2**20), _of_kinds("query_scalar")] = (
+        None
+    )
+    """Attention scores are divided by the square root of this number. Default: head_dim."""
     gelu: Annotated[Literal["tanh", "exact"], _of_kinds("gelu")] = "tanh"
     """GELU with the tanh approximation, or the exact GELU with the error function. On CPUs, exact
     requires the optional dependency hpc3d[exact]."""

@@ -4,6 +4,7 @@
     post-norm      y = norm(x + proj(attention(qkv(x))))     z = norm(y + mlp(y))
     parallel       y = x + proj(attention(qkv(norm(x))))     z = y + mlp(norm(x))
     branch norm    y = x + norm(proj(attention(qkv(x))))     z = y + norm(mlp(y))
+    sandwich norm  y = x + norm'(proj(attention(qkv(norm(x)))))     z = y + norm'(mlp(norm(y)))
 
 In some families, q and k are normalized before attention (hpc3d.model.qkv.query_norm).
 
@@ -46,12 +47,12 @@ class BlockSaved(NamedTuple):
     `weights` is the flat array of the weights.
     """
 
-    norm1: Any  # NormSaved or NormInput
+    norm1: Any  # NormSaved, NormInput or SandwichSaved
     qkv_linear: Saved | GroupedSaved
     query_norm: Any  # QueryNormSaved, or None
     attention: Any
     proj_linear: Saved
-    norm2: Any  # NormSaved or NormInput
+    norm2: Any  # NormSaved, NormInput or SandwichSaved
     mlp: Any
     weights: Array | None = None
 
@@ -110,8 +111,9 @@ class Block:
         self.residual1 = connected(1, again)
         self.qkv = qkv()
         self.query_norm = family.query_norm and family.query_norm(mesh, parameters, spec, name)
-        self.window = model.window_of(number)
-        self.attention = attention_of(mesh, f"{name}.drop_p", spec, self.window)
+        self.window, self.rotation = model.window_of(number), model.rotation_of(number)
+        attention_spec = spec.of_layer(number)
+        self.attention = attention_of(mesh, f"{name}.drop_p", attention_spec, self.window)
         self.proj = linear("proj", (model.attended, hidden), split.next(), last)
         self.residual2 = connected(2, again)
         self.mixes = model.mixes(number)

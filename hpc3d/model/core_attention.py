@@ -47,13 +47,14 @@ class HeadBlock:
         self.ring_rank, self.member = divmod(mesh.coord(CONTEXT), self.context.heads)
         self.rotary, self.causal = spec.family.rotary, spec.family.causal
         self.window = window
+        self.rotary_name = f"attention.rotary.{spec.sizes.rotation}"
 
     def turned(self, qkv: Array, micro: Microbatch, sign: int = 1) -> Array:
         """Apply the rotary embedding to q and k of `qkv` in place; return `qkv`."""
         if not self.rotary:
             return qkv
         dtype = qkv.dtype
-        table = micro.cached("attention.rotary", lambda micro: self.table(micro, dtype))
+        table = micro.cached(self.rotary_name, lambda micro: self.table(micro, dtype))
         with self.mesh.trace.span("rotary"):
             return rotate(qkv, table, self.form, sign)
 

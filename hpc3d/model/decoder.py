@@ -57,8 +57,8 @@ class Decoder:
         whole = LayerRange(range(spec.sizes.layers), first=True, last=True)
         (self.stage,) = build(mesh, self.parameters, spec, [whole])
         for block in self.stage.blocks:
-            window = spec.sizes.window_of(block.number)
-            block.attention = CachedAttention(mesh, spec, self.kept, window)
+            of_layer = spec.of_layer(block.number)
+            block.attention = CachedAttention(mesh, of_layer, self.kept, block.window)
         for item in self.parameters:
             item.frozen, item.std = True, 0.0
         self.parameters.allocate(seed=0)

@@ -14,7 +14,7 @@ from hpc3d.model.bert import MaskedHead, SegmentedEmbeddings
 from hpc3d.model.gpt2 import Embeddings, Head
 from hpc3d.model.layers import LayerNorm, OffsetRMSNorm, RMSNorm
 from hpc3d.model.qkv.query_norm import HeadNorm, ProjectionNorm
-from hpc3d.model.residual import BranchNorm, PostNorm, PreNorm
+from hpc3d.model.residual import BranchNorm, PostNorm, PreNorm, SandwichNorm
 from hpc3d.model.spec import Experts, Family, ModelSizes, WeightProduct
 from hpc3d.ops.rotary import Rotation
 from hpc3d.ops.swiglu import geglu, swiglu
@@ -47,6 +47,10 @@ def _sizes(model, vocabulary):
     how: Any = {key: getattr(model, key) for key in (*keys, "window", "global_every")}
     if family.rotary:
         scaling = {"sequence": model.sequence, "share": model.rope_fraction}
+        if model.query_scalar:  # a factor of q and k each
+            scaling["gain"] = (model.head_width / model.query_scalar) ** 0.25
+        if "rope_window_theta" in family.keys:
+            how["window_rotation"] = Rotation(model.rope_window_theta, **scaling)
         scaling |= model.rope_scaling or {}
         how["rotation"] = Rotation(model.rope_theta, **scaling)
     return ModelSizes(
@@ -148,6 +152,14 @@ GEMMA = replace(
     scales_embedding=True,
 )
 
+GEMMA3 = replace(
+    GEMMA,
+    kind="gemma3_text",
+    keys=GEMMA.keys | {"rope_window_theta", "query_scalar"},
+    connection=SandwichNorm,
+    query_norm=HeadNorm,
+)
+
 GPT_NEOX = replace(
     GPT2,
     kind="gpt_neox",
@@ -180,7 +192,7 @@ ROBERTA = replace(
 
 FAMILIES = {
     family.kind: family
-    for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, BERT, ROBERTA)
+    for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, GEMMA3, BERT, ROBERTA)
 }
 
 
@@ -239,7 +251,7 @@ def parameters(model: Any) -> Total:
     tables = 0 if sizes.tied else sizes.vocabulary
     tables += 0 if family.rotary else family.unused_positions + sizes.sequence
     ends = sum(each.weights for each in family.head(sizes)) + family.vectors(sizes)
-    norms = 2 * (1 + family.norm.centred) * sizes.hidden
+    norms = 2 * family.connection.NORMS * (1 + family.norm.centred) * sizes.hidden
     norms += family.query_norm.weights(sizes) if family.query_norm else 0
     rest = ends + tables * sizes.hidden + sizes.layers * norms + _balancing(sizes)
     weights = block_weights(model)

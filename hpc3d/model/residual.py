@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.arrays.array import Array
 from hpc3d.model.layers import Dropout, NormInput, NormSaved
@@ -20,11 +20,12 @@ class PreNorm:
 
     f is branch `number` of a block: 1 is attention, 2 the MLP. If `again` is True, the norm is
     recomputed in the backward pass. NORM is the name of the norm. At most RECOMPUTED norms of a
-    block can be recomputed, starting with the first one. If SCALED is True, the initial weights of
-    the last products of branches depend on the number of layers.
+    block can be recomputed, starting with the first one. A branch has NORMS norms. If SCALED is
+    True, the initial weights of the last products of branches depend on the number of layers.
     """
 
     NORM = "norm"
+    NORMS = 1
     RECOMPUTED = 2
     SCALED = True
 
@@ -141,3 +142,47 @@ class BranchNorm(PostNorm):
 
     def branch_grad(self, dtotal: Array, saved: NormSaved, micro: Microbatch) -> Array:
         return self.norm.backward(super().branch_grad(dtotal, saved, micro), saved, residual=None)
+
+
+class SandwichSaved(NamedTuple):
+    """Data saved by the norms before and after a branch."""
+
+    before: Any  # NormSaved or NormInput
+    after: NormSaved
+
+
+class SandwichNorm(PreNorm):
+    """Residual connection with norms before and after f: y = x + dropout(norm'(f(norm(x)))).
+
+    Gemma 3 has this connection (arXiv:2503.19786).
+    """
+
+    NORMS = 2
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Parameters,
+        spec: ModelSpec,
+        block: str,
+        number: int,
+        again: bool,
+    ) -> None:
+        super().__init__(mesh, parameters, spec, block, number, again)
+        self.after = BranchNorm(mesh, parameters, spec, block, number, again=False)
+
+    def add(
+        self, x: Array, micro: Microbatch, saved: Any, last: Any, *inputs: Any
+    ) -> tuple[Array, Any, Any]:
+        y, saved_last, after = self.after.add(x, micro, None, last, *inputs)
+        return y, saved_last, SandwichSaved(saved, after)
+
+    def restored(self, saved: Any) -> tuple[Array | None, Any]:
+        y, before = super().restored(saved.before)
+        return y, saved._replace(before=before)
+
+    def branch_grad(self, dtotal: Array, saved: Any, micro: Microbatch) -> Array:
+        return self.after.branch_grad(dtotal, saved.after, micro)
+
+    def input_grad(self, dbranch: Array, saved: Any, dtotal: Array) -> Array:
+        return super().input_grad(dbranch, saved.before, dtotal)

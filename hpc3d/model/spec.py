@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
 from typing import Any, NamedTuple
@@ -83,7 +83,8 @@ class ModelSizes:
     (0: 4 hidden).
 
     With `window`, a token attends only to the last `window` tokens up to its own position (0: to
-    all of them), except in every `global_every`-th block (0: no exceptions). If `separator`, the
+    all of them), except in every `global_every`-th block (0: no exceptions). Blocks with a window
+    have `window_rotation`, or `rotation` if it is `None`. If `separator`, the
     end-of-document token, is not `None`, tokens attend only to tokens in the same document, and
     learned positions restart with each document.
     """
@@ -107,6 +108,7 @@ class ModelSizes:
     experts: Experts | None = None
     window: int = 0
     global_every: int = 0
+    window_rotation: Rotation | None = None
     separator: int | None = None
 
     def __post_init__(self) -> None:
@@ -120,9 +122,15 @@ class ModelSizes:
 
     def window_of(self, layer: int) -> int:
         """Return the attention window of block `layer`, or 0 if it covers all earlier tokens."""
+        return self.window if self._windowed(layer) and self.window < self.sequence else 0
+
+    def _windowed(self, layer: int) -> bool:
         every = self.global_every
-        covers = self.window >= self.sequence or (every > 0 and (layer + 1) % every == 0)
-        return 0 if covers else self.window
+        return self.window > 0 and not (every > 0 and (layer + 1) % every == 0)
+
+    def rotation_of(self, layer: int) -> Rotation:
+        """Return the parameters of the rotary embedding of block `layer`."""
+        return (self._windowed(layer) and self.window_rotation) or self.rotation
 
     def windows(self) -> Counter[int]:
         """Return the number of blocks with each attention window (0: all earlier tokens)."""
@@ -329,7 +337,8 @@ class Family:
             slots = form.slots_of_token(sizes.sequence)
             mlp = form.shared * mlp + slots * (2 * sizes.hidden + mlp)
         # The norms of parallel branches have the same input, which is saved once.
-        norms = 4 - (self.connection.RECOMPUTED + self.parallel) * ("layernorm" in modules)
+        norms = 2 * (1 + self.connection.NORMS)
+        norms -= (self.connection.RECOMPUTED + self.parallel) * ("layernorm" in modules)
         saved = norms * sizes.hidden + sizes.attended + sizes.qkv + mlp
         if self.query_norm:  # the normalized q and k
             saved += (sizes.heads + sizes.kv_heads) * sizes.head_dim
@@ -405,6 +414,11 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.context is WHOLE:
             object.__setattr__(self, "context", Context(self.sizes.sequence))
+
+    def of_layer(self, layer: int) -> ModelSpec:
+        """Return the specification with the rotary embedding of block `layer`."""
+        sizes = replace(self.sizes, rotation=self.sizes.rotation_of(layer))
+        return replace(self, sizes=sizes)
 
     @property
     def product_settings(self) -> dict[str, Any]:

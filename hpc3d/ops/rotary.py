@@ -28,7 +28,8 @@ class Rotation(NamedTuple):
     scaling. `original` is the sequence length without scaling, and `sequence` with scaling.
 
     "llama3" uses `low` and `high`, and "yarn" uses `fast` and `slow`. "yarn" also multiplies q and
-    k by `attention`, by default 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22).
+    k by `attention`, by default 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22). The rotated
+    features of q and k are also multiplied by `gain`.
     """
 
     base: float = 10000.0
@@ -42,6 +43,7 @@ class Rotation(NamedTuple):
     attention: float | None = None
     sequence: int = 0
     share: float = 1.0
+    gain: float = 1.0
 
     def rotated(self, width: int) -> int:
         """Return the number of rotated features of a head with `width` features."""
@@ -57,8 +59,9 @@ class Rotation(NamedTuple):
     def amplitude(self) -> float:
         """Factor by which q and k are multiplied."""
         if not SCALINGS[self.type].amplifies:
-            return 1.0
-        return 0.1 * log(self.factor) + 1 if self.attention is None else self.attention
+            return self.gain
+        unset = self.attention is None
+        return self.gain * (0.1 * log(self.factor) + 1 if unset else self.attention)
 
 
 def _linear(rotation, plain):

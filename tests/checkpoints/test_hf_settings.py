@@ -7,6 +7,7 @@ import pytest
 
 from hpc3d.checkpoints.hf_settings import (
     BERT,
+    GEMMA3,
     GPT2,
     GPT_NEOX,
     LLAMA,
@@ -110,6 +111,54 @@ def test_windows_of_qwen2_map_to_model_settings(told, found):
     assert (model["window"], model.get("global_every", 0)) == found
     again = QWEN2.of(replace(MODEL, window=found[0], global_every=found[1]))
     assert QWEN2.model(again, {"hidden": 24}) == model
+
+
+ROPES = {FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 5.0}}
+ROPES[SLIDING] = {"rope_type": "default", "rope_theta": 3.0}
+PUBLISHED = {  # in the format of transformers 4
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "rope_theta": 5.0,
+    "rope_local_base_freq": 3.0,
+    "layer_types": None,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 2,
+    "cache_implementation": "hybrid",
+}
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        (PUBLISHED, {"global_every": 3, "query_scalar": None, "rope_window_theta": 3.0}),
+        (PUBLISHED, {"rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 8.0}}),
+        ({"rope_parameters": ROPES, "rope_scaling": None}, {"rope_window_theta": 3.0}),
+        ({"rope_parameters": ROPES}, {"rope_scaling": {"type": "linear", "factor": 8.0}}),
+        ({"rope_theta": None, "rope_local_base_freq": None}, {"rope_theta": 1e6}),
+        ({"query_pre_attn_scalar": None}, {"query_scalar": 256}),
+        ({}, {"window": 2, "global_every": 2, "query_scalar": 9, "rope_window_theta": 20.0}),
+        ({"sliding_window": None}, {"window": 4096}),
+        ({"layer_types": [FULL] * 4}, {"window": 0}),
+        ({"layer_types": [FULL, SLIDING] * 2}, "the layers with a window .* are not"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: only None"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True: only"),
+        ({"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern = 0: must"),
+        (
+            {"rope_parameters": {**ROPES, SLIDING: ROPES[FULL]}},
+            "rope_parameters: sliding_attention must have the type default",
+        ),
+    ],
+    ids=str,
+)
+def test_gemma3_config_json_maps_to_model_settings(told, found):
+    keys = {"window": 2, "global_every": 2, "query_scalar": 9, "rope_window_theta": 20.0}
+    model = with_epsilon(ModelConfig("gemma3_text", **SIZES, **keys))
+    settings, measured = GEMMA3.of(model) | told, {"hidden": 24, "ffn": 96}
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            GEMMA3.model(settings, measured)
+        return
+    model = GEMMA3.model(settings, measured)
+    assert {key: model.get(key) for key in found} == found
 
 
 @pytest.mark.parametrize(

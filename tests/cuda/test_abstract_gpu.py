@@ -47,6 +47,8 @@ LINES = [
     f"x=2 {ONE[4:]} batch=8 kind=olmo2 kv_heads=4 ffn=24 scheme=1d-sequence",
     f"{ONE} kind=gemma ffn=40 dtype=bfloat16 hidden=32 heads=4 sequence=8 {MODULES}",
     f"x=2 y=2 {ONE[4:]} batch=8 kind=gemma kv_heads=4 head_dim=6 ffn=24",
+    f"{ONE} kind=gemma3_text ffn=40 dtype=bfloat16 hidden=32 heads=4 sequence=8 {MODULES}",
+    f"c=2 x=2 sequence=8 {ONE[4:]} batch=8 kind=gemma3_text ffn=24 window=3 global_every=2",
     f"x=2 y=2 {ONE[4:]} batch=8 kind=gpt_neox heads=6 rope_fraction=0.5 {MODULES}",
     f"c=2 x=2 sequence=8 {ONE[4:]} batch=8 kind=roberta padding=4",
     f"y=2 {ONE[4:]} kind=qwen2 kv_heads=1 ffn=40 dtype=bfloat16 hidden=32 heads=4 sequence=8",

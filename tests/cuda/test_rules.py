@@ -41,6 +41,7 @@ LINES = [
     f"{ONE} kind=qwen3 kv_heads=4 head_dim=6 ffn=20 recompute=selective",
     f"{ONE} kind=olmo2 kv_heads=4 head_dim=6 ffn=20 dropout=0.25",
     f"{ONE} kind=gemma kv_heads=4 head_dim=6 ffn=20 recompute=full",
+    f"{ONE} kind=gemma3_text kv_heads=4 head_dim=6 ffn=20 window=3 query_scalar=9 {MODULES}",
     f"{ONE} kind=gpt_neox heads=6 rope_fraction=0.5 {MODULES}",
     f"{ONE} kind=roberta padding=4 gelu=exact",
     f"{ONE} {BERT} recompute=selective dropout=0.25",

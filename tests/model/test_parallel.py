@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 
 from hpc3d.comm.threads import run
-from hpc3d.model.families import BERT, GEMMA, GPT2, GPT_NEOX, LLAMA, OLMO2, QWEN2, QWEN3, ROBERTA
+from hpc3d.model.families import (
+    BERT,
+    GEMMA,
+    GEMMA3,
+    GPT2,
+    GPT_NEOX,
+    LLAMA,
+    OLMO2,
+    QWEN2,
+    QWEN3,
+    ROBERTA,
+)
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.tensor.split import Split
@@ -27,6 +38,10 @@ KINDS = {
     "qwen3, a key for all": (QWEN3, ModelSizes(**SHAPE | WIDER | {"kv_heads": 1, "head_dim": 4})),
     "olmo2, a key for all": (OLMO2, ModelSizes(**SHAPE | WIDER | {"kv_heads": 1}, dropout=0.25)),
     "gemma": (GEMMA, ModelSizes(**SHAPE | WIDER | {"head_dim": 4})),
+    "gemma3": (
+        GEMMA3,
+        ModelSizes(**SHAPE | WIDER | {"window": 2, "global_every": 2, "dropout": 0.25}),
+    ),
     "gpt_neox": (GPT_NEOX, ModelSizes(**SHAPE, dropout=0.25)),
     "roberta": (ROBERTA, ModelSizes(**SHAPE, dropout=0.25, padding=7)),
     "qwen2, a key for all": (QWEN2, ModelSizes(**SHAPE | WIDER | {"kv_heads": 1})),

@@ -7,18 +7,18 @@ from hpc3d.comm.threads import run
 from hpc3d.model.families import LLAMA
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.parameters import Parameters
-from hpc3d.model.residual import BranchNorm, PostNorm, PreNorm
+from hpc3d.model.residual import BranchNorm, PostNorm, PreNorm, SandwichNorm
 from hpc3d.model.spec import ModelSizes, ModelSpec
 from hpc3d.tensor.split import Split
 
 
-class Doubled:
-    """Last layer of a branch that doubles its input and cannot add the residual."""
+class Squared:
+    """Last layer of a branch that returns 3 x^2 and cannot add the residual."""
 
     adds_residual = False
 
     def forward(self, x):
-        return 2 * x, "saved"
+        return 3 * x**2, "saved"
 
 
 def normed(x):
@@ -26,9 +26,10 @@ def normed(x):
 
 
 EXPECTED = {
-    PreNorm: lambda x: x + 2 * normed(x),
-    PostNorm: lambda x: normed(x + 2 * x),
-    BranchNorm: lambda x: x + normed(2 * x),
+    PreNorm: lambda x: x + 3 * normed(x) ** 2,
+    PostNorm: lambda x: normed(x + 3 * x**2),
+    BranchNorm: lambda x: x + normed(3 * x**2),
+    SandwichNorm: lambda x: x + normed(3 * normed(x) ** 2),
 }
 
 
@@ -44,7 +45,7 @@ def test_norm_is_where_the_formula_has_it(connection):
         parameters.allocate(1)
         inputs, saved = residual.branch_input(x)
         y, of_layer, of_norm = residual.add(
-            x, Microbatch(0, 0, tokens, tokens, 1.0), saved, Doubled(), inputs
+            x, Microbatch(0, 0, tokens, tokens, 1.0), saved, Squared(), inputs
         )
         assert of_layer == "saved" and of_norm is not None
         return y

@@ -12,7 +12,18 @@ from torch.nn import functional
 from hpc3d.benchmarks import torch_reference
 from hpc3d.comm.threads import run
 from hpc3d.config.input_file import TrainConfig
-from hpc3d.model.families import BERT, GEMMA, GPT2, GPT_NEOX, LLAMA, OLMO2, QWEN2, QWEN3, ROBERTA
+from hpc3d.model.families import (
+    BERT,
+    GEMMA,
+    GEMMA3,
+    GPT2,
+    GPT_NEOX,
+    LLAMA,
+    OLMO2,
+    QWEN2,
+    QWEN3,
+    ROBERTA,
+)
 from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import keep_mask, philox_key
@@ -117,6 +128,17 @@ def test_gemma_matches_torch(tied):
     how = {"kv_heads": 2, "head_dim": 8, "ffn": 40}
     loss_of = partial(torch_reference.loss, family=GEMMA)
     same_as(loss_of, ModelSizes(**SHAPE | how, tied=tied, std=0.3), GEMMA)
+
+
+@pytest.mark.parametrize("window", [0, 3, SHAPE["sequence"]])
+def test_gemma3_matches_torch(window):
+    """A window of the complete sequence has only the rotary embedding of a windowed block."""
+    how = {"kv_heads": 2, "head_dim": 8, "ffn": 40, "window": window, "global_every": 2}
+    how |= {"rotation": YARN._replace(gain=1.3), "window_rotation": Rotation(20.0, gain=0.7)}
+    shape = ModelSizes(**SHAPE | how, std=0.3)
+    rotations = [shape.rotation_of(layer) for layer in range(3)]
+    assert (rotations[0] != rotations[1]) == (window > 0)
+    same_as(partial(torch_reference.loss, family=GEMMA3), shape, GEMMA3)
 
 
 @pytest.mark.parametrize("gelu", ["tanh", "exact"])

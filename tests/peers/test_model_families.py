@@ -51,6 +51,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN |= {"rope_theta": 50.0, "beta_fast": 0.5, "beta_slow": 0.05}
 ROBERTA = {"max_position_embeddings": LENGTH + 2, "type_vocab_size": 1, "pad_token_id": 1}
 WINDOW = {"use_sliding_window": True, "sliding_window": 3}
+GEMMA3 = {"hidden_size": 64, "head_dim": 12, "sliding_window": 3}
+GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA3["rope_parameters"] = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+}
 CASES = {  # row of the table -> type of transformers and settings
     "Llama": ("llama", {}),
     "Llama, `head_dim` of its own": ("llama", {"head_dim": 12}),
@@ -94,6 +100,13 @@ CASES = {  # row of the table -> type of transformers and settings
     "Gemma, untied, biases": (
         "gemma",
         {"hidden_size": 16, "head_dim": 4, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "Gemma 3": ("gemma3_text", GEMMA3 | {"query_pre_attn_scalar": 24}),
+    "Gemma 3, a window in every layer, untied, biases": (
+        "gemma3_text",
+        GEMMA3
+        | {"layer_types": ["sliding_attention"] * 2, "attention_bias": True}
+        | {"tie_word_embeddings": False, "num_key_value_heads": 4, "query_pre_attn_scalar": 12},
     ),
     "BERT": ("bert", {}),
     "RoBERTa": ("roberta", ROBERTA),

@@ -57,6 +57,8 @@ OF_FAMILIES = {  # key of some model families -> values, and how often it is set
     "head_dim": ([2, 4, 6, 8], st.booleans()),
     "rope_scaling": (SCALINGS, SELDOM),
     "rope_fraction": ([0.5], SELDOM),
+    "rope_window_theta": ([20], st.booleans()),
+    "query_scalar": ([9], SELDOM),
     "attention_bias": (["true"], SELDOM),
     "mlp_bias": (["true"], SELDOM),
     "gelu": (["tanh", "exact"], st.just(True)),
