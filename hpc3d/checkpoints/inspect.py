@@ -172,7 +172,9 @@ def _arrays_of(
             for spec in specs
             if spec.name in kinds and name not in stateless and spec.of(name, shape)
         ]
-        yield name, {"value": shape} | {spec.name: spec.shape(shape) for spec in held}
+        shards = {spec.codes: opened.shards(name, spec.codes, shape) for spec in held}
+        states = {spec.name: spec.shape(shape, shards[spec.codes]) for spec in held}
+        yield name, {"value": shape} | states
 
 
 def kinds_of(opened: Checkpoint) -> tuple[str, ...]:

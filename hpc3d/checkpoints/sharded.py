@@ -28,10 +28,12 @@ from hpc3d.arrays.array import Array
 from hpc3d.arrays.pool import from_host, on_host, to_host
 from hpc3d.checkpoints.block_slices import BlockSlices, box_of, boxes, whole_of
 from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, narrowed, read_manifest, type_of
+from hpc3d.checkpoints.moment_blocks import StoredMoment
 from hpc3d.comm.mesh import Mesh
 from hpc3d.console.sanitize import reason_of
 from hpc3d.console.small_files import naming, replacing, sync
 from hpc3d.model.parameters import Parameter, Parameters
+from hpc3d.ops.quantize import LEVELS
 from hpc3d.tensor.layout import Layout
 from hpc3d.training.optimizers.optimizer import MASTER, Optimizer
 
@@ -42,6 +44,7 @@ class OwnElements(NamedTuple):
     The array of elements is flat, or a view with the shape of the box. The elements are
     consecutive in the row-major order of the box `block`, starting at index `first`. Replicas
     store the same elements; `counts` is True on the one rank that writes them to checkpoints.
+    `codes` is the kind of the codes that the elements scale, or "".
     """
 
     kind: str
@@ -49,6 +52,7 @@ class OwnElements(NamedTuple):
     block: BlockSlices
     first: int
     counts: bool
+    codes: str = ""
 
     @property
     def boxes(self) -> list[BlockSlices]:
@@ -133,9 +137,10 @@ def _own_elements(
             yield OwnElements(spec.name, state, *where)
         else:
             layout = spec.layout(item.updated_layout)
-            block = _block_of(item, layout, spec.shape(item.shape), mesh)
+            shape = spec.shape(item.shape, mesh.count(item.updated_layout[-1]))
+            block = _block_of(item, layout, shape, mesh)
             counts = parameters.counts_state(item, layout)
-            yield OwnElements(spec.name, state, block, 0, counts)
+            yield OwnElements(spec.name, state, block, 0, counts, spec.codes)
 
 
 # Writing
@@ -278,6 +283,14 @@ class Checkpoint:
         """Return the kind of the master copy if one is stored for a tensor, otherwise "value"."""
         return MASTER.name if (name, MASTER.name) in self.sources else "value"
 
+    def shards(self, name: str, kind: str, shape: Sequence[int]) -> int:
+        """Return the number of ranks that sharded the columns of a tensor with this shape.
+
+        `kind` is a state whose arrays contain complete rows of a rank.
+        """
+        widths = [box.shape[-1] for _, box in self.sources.get((name, kind), ()) if box.size]
+        return max(1, shape[-1] // widths[0]) if widths else 1
+
     def damage(self, number: int = 0, of: int = 1) -> str | None:
         """Check the SHA-256 hashes of the files `self.files[number::of]`.
 
@@ -320,10 +333,35 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
         exact = checkpoint.exact(item.name)
         value, *states = _own_elements(item, parameters, optimizer)
         whole = value._replace(elements=parameters.flat(item)[slices.value], first=0)
+        states = _fill_moved_blocks(checkpoint, item, states)
         for own in (whole, *states):
             stored = exact if own.kind in ("value", MASTER.name) else own.kind
             for each in own.sections(item, parameters.mesh):
                 _fill(checkpoint, item.name, stored, each)
+
+
+def _fill_moved_blocks(
+    checkpoint: Checkpoint, item: Parameter, states: Sequence[OwnElements]
+) -> list[OwnElements]:
+    """Load the 8-bit moments whose blocks in the checkpoint differ from those of this rank.
+
+    Returns the states that remain to be loaded.
+    """
+    by_kind, loaded = {each.kind: each for each in states}, set()
+    scaled = [each for each in states if each.codes and each.elements.size]
+    for scales, levels in zip(scaled, LEVELS, strict=False):
+        codes = by_kind[scales.codes]
+        kinds = codes.kind, scales.kind
+        width = item.shape[-1] // checkpoint.shards(item.name, codes.kind, item.shape)
+
+        def fill(array: np.ndarray, kind: str, box: BlockSlices) -> None:
+            checkpoint.fill(array, item.name, kind, box)
+
+        moment = StoredMoment(fill, kinds, width, levels)
+        if not moment.fits(codes.block.shape[-1]):
+            moment.quantize_to(codes.elements, scales.elements, codes.block)
+            loaded |= {*kinds}
+    return [each for each in states if each.kind not in loaded]
 
 
 def restore_own(checkpoint: Checkpoint, parameters: Parameters) -> None:

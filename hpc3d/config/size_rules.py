@@ -7,19 +7,15 @@ from functools import cache
 from math import inf, lcm, prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.comm.communicator import Self
 from hpc3d.comm.grid import divisors
-from hpc3d.comm.mesh import CONTEXT, COPIES, DATA, Mesh
+from hpc3d.comm.mesh import CONTEXT, COPIES, DATA
 from hpc3d.config.input_file import Config, ModelConfig
 from hpc3d.config.limits import MOST_RANKS
 from hpc3d.config.parallel_rules import unexchanged_heads
 from hpc3d.config.wrong_values import reported
 from hpc3d.console.sanitize import counted, nearest_values
 from hpc3d.model.families import block_products, family_of
-from hpc3d.model.parameters import Parameters
-from hpc3d.model.spec import ModelSizes, ModelSpec
-from hpc3d.model.stage import LayerRange, build
-from hpc3d.ops.quantize import BLOCK, in_blocks
+from hpc3d.model.spec import ModelSizes
 from hpc3d.ops.rotary import Rotation
 from hpc3d.tensor.rounding import TILE
 
@@ -34,8 +30,7 @@ _SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
 
 def violations(config: Config, ranks: int) -> list[str]:
-    found = [*reported(_wrong_ranks(config, ranks), _wrong_sizes(config))]
-    return found or [*reported(_wrong_blocks(config))]
+    return [*reported(_wrong_ranks(config, ranks), _wrong_sizes(config))]
 
 
 def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
@@ -284,26 +279,3 @@ def _named(axes: Iterable[str], shard: int) -> str:
     group = "parallel.shard" if shard and COPIES not in axes else "mesh.d"
     keys = {COPIES: group, DATA: group}
     return " x ".join(dict.fromkeys(keys.get(axis, f"mesh.{axis}") for axis in axes))
-
-
-def _wrong_blocks(config: Config) -> Iterator[str]:
-    """Report shards whose width is not a multiple of the block size of 8-bit optimizer moments."""
-    if config.train.optimizer != "adamw-8bit":
-        return
-    model, family = config.model, family_of(config.model)
-    mesh = Mesh(config.sizes(), {}, {}, Self())
-    parameters = Parameters(mesh, "float32", config.parallel.zero)
-    sizes = family.sizes(model, model.vocabulary or BLOCK)
-    spec = ModelSpec(family, sizes, config.splits, context=config.context())
-    # the types of layers (dense or mixture of experts) repeat with the period moe_every
-    layers = range(min(model.moe_every, model.layers))
-    build(mesh, parameters, spec, [LayerRange(layers, True, True)])
-    for item in parameters:
-        columns = item.updated_layout.block(item.shape, mesh)[-1]
-        if in_blocks(item.shape) and columns % BLOCK:
-            yield (
-                f"train.optimizer = adamw-8bit: a rank has {columns} columns of {item.name}, but "
-                f"the number must be a multiple of {BLOCK}; use other sizes in [model] or [mesh], "
-                "or train.optimizer = adamw"
-            )
-            return

@@ -1,6 +1,7 @@
 """8-bit quantization of optimizer moments (one scale per block) and matrices (one per row).
 
-Moments are quantized as in Dettmers et al., arXiv:2110.02861. The scale of a block is its largest
+Moments are quantized as in Dettmers et al., arXiv:2110.02861. A block consists of 256 adjacent
+columns of a row; the last block of a row may be shorter. The scale of a block is its largest
 magnitude, and each element is rounded to the scale times one of 256 levels of dynamic quantization
 (section 1.3). A level is a power of ten times a linear fraction; the smaller the power, the fewer
 bits remain for the fraction. Matrices have one scale per row, and an element is the scale times
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
 
 BLOCK = 256  # elements per scale
-_BLOCKS_AT_ONCE = 64  # number of blocks that fit in a core's cache
+_ELEMENTS_AT_ONCE = 64 * BLOCK  # number of elements that fit in a core's cache
 _DECADES = 7
 _LARGEST_CODE = {"int8": 127, "uint8": LARGEST[E4M3]}
 
@@ -34,7 +35,7 @@ _LARGEST_CODE = {"int8": 127, "uint8": LARGEST[E4M3]}
 def in_blocks(shape: Sequence[int]) -> bool:
     """Return True if a parameter of this shape has 8-bit moments.
 
-    Only matrices whose rows contain at least one block have 8-bit moments.
+    Only matrices with at least BLOCK columns have 8-bit moments.
     """
     return len(shape) > 1 and shape[0] > 1 and shape[-1] >= BLOCK
 
@@ -56,15 +57,28 @@ LEVELS = np.stack([_levels(signed=True), _levels(signed=False)])  # first, secon
 
 
 def dequantized(codes: np.ndarray, scales: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Return the values [n, BLOCK] decoded from their codes and the scales [n] of the blocks."""
-    return levels[codes] * scales[:, None]
+    """Return the values decoded from codes [rows, columns] and scales [rows, blocks]."""
+    return levels[codes] * _per_column(scales, codes.shape[1])
+
+
+def _per_column(scales: np.ndarray, columns: int) -> np.ndarray:
+    """Return the scale of each element, or scales that broadcast if a row is one block."""
+    return scales if scales.shape[1] == 1 else np.repeat(scales, BLOCK, 1)[:, :columns]
 
 
 def quantize(x: np.ndarray, levels: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
-    """Quantize values [n, BLOCK] to codes and scales. Ties go to the lower level."""
-    scales[...] = np.abs(x).max(1)
-    shares = x / np.where(scales > 0, scales, 1)[:, None].astype(x.dtype)
+    """Quantize values [rows, columns] to codes and scales [rows, blocks].
+
+    Ties go to the lower level, except that a positive value never gets the lowest code of
+    nonnegative levels: a first moment would then be divided by epsilon.
+    """
+    columns = x.shape[1]
+    scales[...] = np.maximum.reduceat(np.abs(x), range(0, columns, BLOCK), 1)
+    divisors = np.where(scales > 0, scales, 1).astype(x.dtype)
+    shares = x / _per_column(divisors, columns)
     codes[...] = np.searchsorted((levels[:-1] + levels[1:]) / 2, shares)
+    if levels[0] == 0:
+        np.maximum(codes, x > 0, out=codes)
 
 
 @primitive
@@ -76,10 +90,9 @@ def adamw_8bit(
     constants: Mapping[str, float],
     factors: Sequence[float],
 ) -> None:
-    """Apply an AdamW update with 8-bit moments to arrays that consist of complete blocks.
+    """Apply an AdamW update with 8-bit moments to matrices [rows, columns].
 
-    `moments` are the codes of the first and second moments, and the scales of both. A nonzero
-    second moment never gets code 0, because the first moment would then be divided by epsilon.
+    `moments` are the codes of the first and second moments, and the scales of both.
     """
     first, second, *scales = moments
     scale, rate, root, keep = factors
@@ -87,24 +100,27 @@ def adamw_8bit(
     exact = value if master is None else master
     real = wide(exact.dtype)
     signed, unsigned = LEVELS.astype(real)
-    for start in range(0, len(scales[0]), _BLOCKS_AT_ONCE):
-        blocks = slice(start, start + _BLOCKS_AT_ONCE)
-        part = slice(start * BLOCK, (start + _BLOCKS_AT_ONCE) * BLOCK)
-        w, g = exact[part].reshape(-1, BLOCK), grad[part].reshape(-1, BLOCK) * scale
-        codes = [each[part].reshape(-1, BLOCK) for each in (first, second)]
+    columns = grad.shape[1]
+    width = columns if columns % BLOCK else BLOCK  # without short blocks, a block is a row
+    w_of, g_of, *codes_of = (each.reshape(-1, width) for each in (exact, grad, first, second))
+    scales_of = [each.reshape(-1, -(-width // BLOCK)) for each in scales]
+    count = max(1, _ELEMENTS_AT_ONCE // width)
+    for start in range(0, len(w_of), count):
+        rows = slice(start, start + count)
+        w, g = w_of[rows], g_of[rows] * scale
+        codes, parts = ([each[rows] for each in arrays] for arrays in (codes_of, scales_of))
         m, v = (
-            dequantized(code, each[blocks].astype(real), levels)
-            for code, each, levels in zip(codes, scales, (signed, unsigned))
+            dequantized(code, each.astype(real), levels)
+            for code, each, levels in zip(codes, parts, (signed, unsigned))
         )
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
         w *= keep
         w -= rate * (m / (root * np.sqrt(v) + constants["epsilon"]))
-        quantize(m, signed, codes[0], scales[0][blocks])
-        quantize(v, unsigned, codes[1], scales[1][blocks])
-        np.maximum(codes[1], v > 0, out=codes[1])
+        quantize(m, signed, codes[0], parts[0])
+        quantize(v, unsigned, codes[1], parts[1])
         if master is not None:
-            value[part] = exact[part]
+            value.reshape(-1, width)[rows] = w
 
 
 adamw_8bit.narrow(adamw_8bit.numpy)
@@ -117,8 +133,9 @@ def _(gpu, value, master, grad, moments, constants, factors):
     given = {"first": first, "first_scales": first_scales, "second": second}
     given |= {"second_scales": second_scales, "levels": gpu.bring(LEVELS)}
     given |= {"factors": gpu.bring(np.float32(factors)), **constants}
-    rows = first_scales.size
-    gpu.launch("adamw_8bit", rows, BLOCK, value=value, master=master, grad=grad, **given)
+    given["columns"] = grad.shape[1]
+    blocks = first_scales.size
+    gpu.launch("adamw_8bit", blocks, BLOCK, value=value, master=master, grad=grad, **given)
 
 
 @primitive

@@ -69,7 +69,7 @@ LINES = [
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=lion",
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=muon kind=llama kv_heads=4 ffn=24",
     f"x=2 y=2 {ONE[4:]} layers=1 batch=8 optimizer=muon orthogonalize=sharded",
-    f"{ONE} layers=1 hidden=256 heads=4 kind=llama ffn=8 optimizer=adamw-8bit",
+    f"{ONE} layers=1 hidden=264 heads=4 kind=llama ffn=8 optimizer=adamw-8bit",
     f"x=2 z=2 {ONE[4:]} batch=8 layers=1 product_dtype=float8 keep_dtype=float8",
 ]
 FLOAT8 = "product_dtype=float8 product_scale=tensor layers=1 batch=8 sequence=8 hidden=64"

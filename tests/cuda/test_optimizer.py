@@ -52,10 +52,10 @@ def test_lion_kernel(arrays, real, emulate):
     np.testing.assert_array_equal(value, real.cast(master))
 
 
-@pytest.mark.parametrize("blocks", [1, 5])
-def test_8_bit_adamw_kernel(blocks, real, emulate, draw):
+@pytest.mark.parametrize("rows, columns", [(1, 256), (5, 256), (2, 512), (3, 300), (2, 517)])
+def test_8_bit_adamw_kernel(rows, columns, real, emulate, draw):
     """Codes are equal, unless a number is halfway between two levels up to rounding."""
-    size = blocks * BLOCK
+    size, blocks = rows * columns, rows * -(-columns // BLOCK)
     grad, master = (draw(FLOAT, size)[0] for _ in range(2))
     grad[:BLOCK] = 0
     value = master if real.name == "float32" else real.empty(size, offset=1)
@@ -66,11 +66,15 @@ def test_8_bit_adamw_kernel(blocks, real, emulate, draw):
     factors = np.float32([0.7, 1e-2, 1.3, 0.999])
     w, (m, v), (m_scales, v_scales) = master.copy(), codes.copy(), scales.copy()
     how = CONSTANTS["adamw-8bit"], [float(factor) for factor in factors]
-    adamw_8bit(w, None, grad, (m, v, m_scales, v_scales), *how)
+    w, g, m, v, m_scales, v_scales = (
+        each.reshape(rows, -1) for each in (w, grad, m, v, m_scales, v_scales)
+    )
+    adamw_8bit(w, None, g, (m, v, m_scales, v_scales), *how)
+    w, m, v, m_scales, v_scales = (each.ravel() for each in (w, m, v, m_scales, v_scales))
     given = {"grad": grad, "first": codes[0], "second": codes[1], "levels": LEVELS}
     given |= {"first_scales": scales[0], "second_scales": scales[1], "factors": factors}
     given |= {**stored(real, value, master), **CONSTANTS["adamw-8bit"]}
-    emulate("adamw_8bit", blocks, BLOCK, **given)
+    emulate("adamw_8bit", blocks, BLOCK, columns=columns, **given)
     FLOAT.same(master, w, atol=3e-7)
     np.testing.assert_array_equal(value, real.cast(master))
     for found, expected in zip([*codes, *scales], [m, v, m_scales, v_scales]):

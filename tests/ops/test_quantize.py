@@ -1,6 +1,7 @@
 """8-bit moments: levels, nearest codes, and the published update, value by value. 8-bit rows: the
 error is at most half a step of the scale, and non-finite values stay non-finite."""
 
+from itertools import pairwise
 from math import sqrt
 
 import numpy as np
@@ -36,39 +37,47 @@ def test_levels_of_a_decade_are_equally_spaced():
     assert unsigned[0] == 0
 
 
+@pytest.mark.parametrize("columns", [BLOCK, 2 * BLOCK + 77, 31])
 @pytest.mark.parametrize("levels", LEVELS)
-def test_quantize_selects_the_nearest_level_of_its_block(levels):
-    x = np.random.default_rng(2).normal(size=(5, BLOCK)) * np.logspace(-30, 3, 5)[:, None]
+def test_quantize_selects_the_nearest_level_of_its_block(levels, columns):
+    """A positive value gets a positive level of nonnegative levels."""
+    x = np.random.default_rng(2).normal(size=(5, columns)) * np.logspace(-30, 3, 5)[:, None]
+    x[:, BLOCK:] *= 100
     x = np.abs(x) if levels[0] == 0 else x
     x[3] = 0
-    codes, scales = np.full(x.shape, 9, np.uint8), np.empty(5, np.float32)
-    quantize(x, levels.astype(float), codes, scales)
-    np.testing.assert_array_equal(scales, np.abs(x).max(1).astype(np.float32))
-    found = dequantized(codes, scales.astype(float), levels.astype(float))
-    for row, scale, got in zip(x, scales.astype(float), found):
-        nearest = np.abs(row[:, None] - levels.astype(float) * scale).min(1)
-        np.testing.assert_allclose(np.abs(row - got), nearest, rtol=1e-9, atol=1e-15 * scale)
+    codes, exact = np.full(x.shape, 9, np.uint8), levels.astype(float)
+    scales = np.empty((5, -(-columns // BLOCK)), np.float32)
+    quantize(x, exact, codes, scales)
+    found = dequantized(codes, scales.astype(float), exact)
+    for number, start in enumerate(range(0, columns, BLOCK)):
+        part = slice(start, start + BLOCK)
+        np.testing.assert_array_equal(
+            scales[:, number], np.abs(x[:, part]).max(1).astype(np.float32)
+        )
+        for row, scale, got in zip(x[:, part], scales[:, number].astype(float), found[:, part]):
+            choice = exact[exact > 0] if levels[0] == 0 and scale else exact
+            nearest = np.abs(row[:, None] - choice * scale).min(1)
+            np.testing.assert_allclose(np.abs(row - got), nearest, rtol=1e-9, atol=1e-15 * scale)
     assert not found[3].any()
 
 
-def drawn(blocks, steps):
+def drawn(size, steps):
     """Return gradients of some steps, with many magnitudes and zeros."""
     draw = np.random.default_rng(7)
-    size = blocks * BLOCK
     for _ in range(steps):
         yield draw.normal(size=size) * 10 ** draw.uniform(-4, 0, size) * (draw.random(size) < 0.8)
 
 
-def by_hand(w, grads, factors):
+def by_hand(w, grads, factors, edges):
     """Compute the update block by block and number by number; the moments are rounded to the
     nearest level by a search over all levels."""
     beta1, beta2, epsilon = CONSTANTS["adamw"].values()
     signed, unsigned = LEVELS.astype(float)
-    kept = [([0.0] * BLOCK, [0.0] * BLOCK) for _ in range(len(w) // BLOCK)]
+    blocks = [range(*each) for each in pairwise(edges)]
+    kept = [(block, [0.0] * len(block), [0.0] * len(block)) for block in blocks]
     for g, (scale, rate, root, keep) in zip(grads, factors):
-        for block, (first, second) in enumerate(kept):
-            for i in range(BLOCK):
-                j = block * BLOCK + i
+        for block, first, second in kept:
+            for i, j in enumerate(block):
                 first[i] = beta1 * first[i] + (1 - beta1) * scale * g[j]
                 second[i] = beta2 * second[i] + (1 - beta2) * (scale * g[j]) ** 2
                 w[j] = keep * w[j] - rate * first[i] / (root * sqrt(second[i]) + epsilon)
@@ -82,17 +91,29 @@ def by_hand(w, grads, factors):
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_8_bit_adamw_steps_match_a_reference(narrow):
-    blocks, steps = 2, 4
+@pytest.mark.parametrize(
+    "shape, edges",
+    [
+        ((2, 256), [0, 256, 512]),
+        ((1, 512), [0, 256, 512]),
+        ((2, 300), [0, 256, 300, 556, 600]),
+        ((3, 33), [0, 33, 66, 99]),
+    ],
+)
+def test_8_bit_adamw_steps_match_a_reference(shape, edges, narrow):
+    """The last block of a row is shorter if needed."""
+    steps = 4
     factors = [(0.5, 0.02 / (1 - 0.9**t), 1 / sqrt(1 - 0.95**t), 0.999) for t in range(1, 5)]
-    begun = np.random.default_rng(1).normal(size=blocks * BLOCK)
+    begun = np.random.default_rng(1).normal(size=shape)
     exact = begun.copy()
     value, master = (exact.astype(np.float16), exact) if narrow else (exact, None)
-    codes = [np.zeros(len(begun), np.uint8) for _ in range(2)]
-    scales = np.zeros(blocks, np.float32), np.zeros(blocks, np.float32)
-    for grad, each in zip(drawn(blocks, steps), factors):
-        adamw_8bit(value, master, grad, (*codes, *scales), CONSTANTS["adamw"], each)
-    np.testing.assert_allclose(exact, by_hand(begun, drawn(blocks, steps), factors), rtol=1e-10)
+    codes = [np.zeros(shape, np.uint8) for _ in range(2)]
+    scales = np.zeros((2, shape[0], (len(edges) - 1) // shape[0]), np.float32)
+    for grad, each in zip(drawn(begun.size, steps), factors):
+        moments = *codes, *scales
+        adamw_8bit(value, master, grad.reshape(shape), moments, CONSTANTS["adamw"], each)
+    expected = by_hand(begun.ravel(), drawn(begun.size, steps), factors, edges)
+    np.testing.assert_allclose(exact.ravel(), expected, rtol=1e-10)
     np.testing.assert_array_equal(value, exact.astype(value.dtype))
 
 

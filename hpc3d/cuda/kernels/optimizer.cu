@@ -77,32 +77,66 @@ __device__ inline unsigned nearest(const float* levels, float x)
     return low;
 }
 
+// Four adjacent codes, of which the first `left` exist, as one word. Aligned words are accessed at
+// once, others byte by byte.
+struct Codes {
+    unsigned char* at;
+    int left;
+    bool whole;
+
+    __device__ Codes(unsigned char* at, int left)
+        : at(at), left(left), whole(left >= 4 && reinterpret_cast<size_t>(at) % 4 == 0) {}
+
+    __device__ unsigned load() const
+    {
+        if (whole)
+            return *reinterpret_cast<const unsigned*>(at);
+        unsigned word = 0;
+        for (int k = 0; k < 4 && k < left; k++)
+            word |= unsigned(at[k]) << 8 * k;
+        return word;
+    }
+
+    __device__ void store(unsigned word) const
+    {
+        if (whole)
+            *reinterpret_cast<unsigned*>(at) = word;
+        else
+            for (int k = 0; k < 4 && k < left; k++)
+                at[k] = word >> 8 * k;
+    }
+};
+
 // AdamW with 8-bit moments (Dettmers et al., arXiv:2110.02861). A moment is the scale of its block
-// of 256 elements times level [first, second][code]. A nonzero second moment never has code 0.
-// Each thread block processes one block of moments, and each thread four elements, whose codes
-// form one word. Eight resident thread blocks leave 128 registers per thread; with more, the
+// of 256 columns times level [first, second][code]. A nonzero second moment never has code 0.
+// Each thread block processes one block of moments, of which the last in a row may be shorter.
+// Each thread processes four elements, whose codes form one word. Eight resident thread blocks leave 128 registers per thread; with more, the
 // compiler keeps some registers in memory across divisions.
 // Launch: row_of 4; reads and writes master, first, first_scales, second, second_scales
 template <typename T>
 __global__ void __launch_bounds__(64, 8)
 adamw_8bit(T* value, float* master, const float* grad, unsigned char* first, float* first_scales,
            unsigned char* second, float* second_scales, const float* levels, const float* factors,
-           double beta1, double beta2, float epsilon)
+           double beta1, double beta2, float epsilon, int columns)
 {
     const float scale = factors[0], rate = factors[1], root = factors[2], keep = factors[3];
     const float b1 = beta1, b2 = beta2, rest1 = 1 - beta1, rest2 = 1 - beta2;
     const float* unsigned_levels = levels + 256;
-    const long long block = blockIdx.x, word = 64 * block + threadIdx.x;
-    unsigned* codes1 = reinterpret_cast<unsigned*>(first) + word;
-    unsigned* codes2 = reinterpret_cast<unsigned*>(second) + word;
+    const int per_row = (columns + 255) / 256;
+    const int column = blockIdx.x % per_row * 256 + 4 * threadIdx.x, left = columns - column;
+    const long long block = blockIdx.x, start = block / per_row * columns + column;
+    const Codes codes1(first + start, left), codes2(second + start, left);
     const float scale1 = first_scales[block], scale2 = second_scales[block];
-    float m[4], v[4], most1 = 0, most2 = 0;
+    const unsigned word1 = codes1.load(), word2 = codes2.load();
+    float m[4] = {}, v[4] = {}, most1 = 0, most2 = 0;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        const long long i = 4 * word + k;
+        if (k >= left)
+            break;
+        const long long i = start + k;
         const float g = scale * grad[i];
-        m[k] = b1 * (levels[*codes1 >> 8 * k & 255] * scale1) + rest1 * g;
-        v[k] = b2 * (unsigned_levels[*codes2 >> 8 * k & 255] * scale2) + rest2 * g * g;
+        m[k] = b1 * (levels[word1 >> 8 * k & 255] * scale1) + rest1 * g;
+        v[k] = b2 * (unsigned_levels[word2 >> 8 * k & 255] * scale2) + rest2 * g * g;
         const float w = keep * (master ? master[i] : to_float(value[i]))
             - rate * (m[k] / (root * sqrtf(v[k]) + epsilon));
         put(value[i], w);
@@ -120,8 +154,8 @@ adamw_8bit(T* value, float* master, const float* grad, unsigned char* first, flo
         found1 |= nearest(levels, most1 > 0 ? m[k] / most1 : 0) << 8 * k;
         found2 |= (code == 0 && v[k] > 0 ? 1 : code) << 8 * k;
     }
-    *codes1 = found1;
-    *codes2 = found2;
+    codes1.store(found1);
+    codes2.store(found2);
     if (threadIdx.x == 0) {
         first_scales[block] = most1;
         second_scales[block] = most2;

@@ -20,15 +20,16 @@ def _in_full(name: str, shape: Sequence[int]) -> bool:
 _STORED = (
     StateSpec("first_codes", "uint8", of=_in_blocks),
     StateSpec("second_codes", "uint8", of=_in_blocks),
-    StateSpec("first_scales", "float32", (1, BLOCK), _in_blocks),
-    StateSpec("second_scales", "float32", (1, BLOCK), _in_blocks),
+    StateSpec("first_scales", "float32", (1, BLOCK), _in_blocks, "first_codes"),
+    StateSpec("second_scales", "float32", (1, BLOCK), _in_blocks, "second_codes"),
 )
 
 
 class AdamW8bit(AdamW):
     """AdamW with 8-bit moments: 2 + 8 / 256 bytes per element of a matrix.
 
-    Each moment is stored as codes with one scale per 256 columns of a row. Vectors, and matrices
+    Each moment is stored as codes with one scale per 256 columns of a rank's row. The last block
+    of the row is shorter if the number of columns is not a multiple of 256. Vectors, and matrices
     with fewer than 256 columns, have moments in full precision.
     """
 
@@ -40,11 +41,13 @@ class AdamW8bit(AdamW):
         super().update(learning_rate, scale)
         factors = self.factors(learning_rate, scale)
         for part, arrays, states, keep in self.matrices(learning_rate * self.weight_decay):
-            flat = [None if each is None else each.reshape(-1) for each in arrays]
-            kept = {name: state.reshape(-1) for name, state in states.items()}
-            if in_blocks(part.item.shape):
-                moments = tuple(kept[spec.name] for spec in _STORED)
-                adamw_8bit(*flat, moments, self.constants, (*factors, keep))
+            blocked = in_blocks(part.item.shape)
+            shape = (-1, part.shape[-1]) if blocked else (-1,)
+            given = [None if each is None else each.reshape(shape) for each in arrays]
+            if blocked:
+                stored = [states[spec.name] for spec in _STORED]
+                moments = tuple(each.reshape(-1, each.shape[-1]) for each in stored)
+                adamw_8bit(*given, moments, self.constants, (*factors, keep))
             else:
-                moments = kept["first"], kept["second"]
-                adamw(*flat, *moments, self.constants, (*factors, keep))
+                exact = (states[name].reshape(-1) for name in ("first", "second"))
+                adamw(*given, *exact, self.constants, (*factors, keep))

@@ -55,24 +55,32 @@ class StateSpec(NamedTuple):
         unsharded matrices have states that are not elementwise.
     of
         Function that selects parameters: `of(name, shape)` is true if a parameter has the state.
+    codes
+        Name of the elementwise state whose blocks this state scales, or "". A block does not
+        extend beyond a rank's columns, so the number of blocks depends on the layout.
     """
 
     name: str
     dtype: str | None = None
     per: tuple[int | None, int | None] = (1, 1)
     of: Which = every
+    codes: str = ""
 
     @property
     def elementwise(self) -> bool:
         return self.per == (1, 1)
 
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the global shape of the state for a parameter with the global shape `shape`."""
+    def shape(self, shape: Sequence[int], shards: int = 1) -> tuple[int, ...]:
+        """Return the global shape of the state for a parameter with the global shape `shape`.
+
+        `shards` is the number of ranks that shard the columns of the parameter.
+        """
         if self.elementwise:
             return (*shape,)
+        sizes = (shape[0], 1), (shape[-1] // shards, shards)
         ends = [
-            -(-size // per) if per else 1
-            for size, per in zip((shape[0], shape[-1]), self.per, strict=True)
+            -(-size // per) * count if per else 1
+            for (size, count), per in zip(sizes, self.per, strict=True)
         ]
         return (ends[0], *shape[1:-1], ends[1])
 
@@ -187,7 +195,9 @@ class Optimizer:
 
     def block(self, spec: StateSpec, item: Parameter) -> tuple[int, ...]:
         """Return the shape of this rank's state block for a matrix that this rank updates."""
-        return spec.layout(item.updated_layout).block(spec.shape(item.shape), self.parameters.mesh)
+        mesh, layout = self.parameters.mesh, item.updated_layout
+        shape = spec.shape(item.shape, mesh.count(layout[-1]))
+        return spec.layout(layout).block(shape, mesh)
 
     def states_of(self, item: Parameter) -> Iterator[tuple[StateSpec, Array]]:
         """Yield (spec, this rank's elements) for each optimizer state of a parameter."""
