@@ -194,15 +194,15 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
     from hpc3d.checkpoints import run_text, run_tokenizer
     from hpc3d.checkpoints.resume import checkpointed_texts
     from hpc3d.config import package_data
-    from hpc3d.data.token_file import open_tokens
+    from hpc3d.data.mixture import open_texts
     from hpc3d.data.validation import divided
     from hpc3d.training.masking import batches_of, validation_of
 
     run = plan.resumed
     config = run_text.located(plan.config, run, checkpointed_texts(run) if run else None)
-    tokens = open_tokens(
-        package_data.text_path(config.data.path), None if run else config.data.tokenizer
-    )
+    data = config.data
+    paths = [package_data.text_path(path) for path in data.paths()]
+    tokens = open_texts(paths, data.weights, None if run else data.tokenizer)
     if run:
         run_tokenizer.refuse_another(run, tokens)
     plan.config = config = _with_vocabulary(config, tokens, run)
@@ -253,7 +253,7 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
     if data.boundaries and data.separator is None:
         if (end := tokens.end()) is None:
             raise ValueError(
-                f"data.boundaries = true: the tokenizer of {data.path} has no known "
+                f"data.boundaries = true: the tokenizer of {data.paths()[0]} has no known "
                 "end-of-document token; set data.separator to its ID"
             )
         data = replace(data, separator=end)
@@ -394,7 +394,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     _, batches, _ = take_text(plan)
     checked_program(plan.config, this_machine=machine is None)
     _complete(plan, machine)
-    lines = [*dry_run(plan.config, machine, batches.windows), *plan.notes]
+    lines = [*dry_run(plan.config, machine, batches.epochs(plan.config.train.steps)), *plan.notes]
     lines += [f"resume: {line}" for line in plan.changes]
     where = plan.resumed or f"a new folder {plan.config.run.out}/{plan.config.name}-DATE"
     lines += [f"dry run: nothing was written; the run folder would be {where}"]

@@ -1,9 +1,11 @@
 """Runs on real ranks that end and are resumed: `--resume RUN_DIR`."""
 
+import json
 import re
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import hpc3d.trace
 from hpc3d import train as verb
 from hpc3d.analyze.metrics.step import between_rows
 from hpc3d.checkpoints.sharded import steps_of
+from hpc3d.data.token_file import open_tokens
 from hpc3d.trace.checks_per_rank import violations
 from tests.elided import elided
 from tests.mpi import checked, mpirun
@@ -118,6 +121,27 @@ def test_resumed_run_finds_its_text_and_rejects_a_changed_one(tmp_path):
     (tmp_path / "kept.txt").rename(text)
     out = checked(2, *more, cwd=tmp_path / "there")
     assert "resume: step 2 follows" in out and "data.path was" not in out
+
+
+@pytest.mark.slow
+def test_mixture_of_texts_is_the_same_on_every_layout_and_after_resume(tmp_path):
+    """The mixture is resumed in the middle of an epoch and of a round."""
+    paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    for path, count in zip(paths, (900, 3000), strict=True):
+        Path(path).write_text(np.random.default_rng(count).bytes(count).hex())
+    mixed = {"data__path": json.dumps(paths), "data__weights": "[2, 3]", "train__batch": 36}
+    expected = losses(train(1, tmp_path / "alone", train__steps=STEPS, **mixed))
+    run = part(tmp_path / "parts", mesh__d=2, mesh__p=2, parallel__microbatches=3, **mixed)
+    out = resumed(RANKS, run, "--mesh.d", 1, "--mesh.p", 1, "--mesh.x", 2, "--mesh.y", 2)
+    np.testing.assert_allclose(losses(run), expected[4:], rtol=1e-10)
+    position = json.loads((run / "position.json").read_text())
+    used = {path: position[f"sequences of {open_tokens(path).sha256}"] for path in paths}
+    assert sum(used.values()) == position["sequences"] == 36 * STEPS
+    for path, count in used.items():
+        windows = (len(open_tokens(path)) - 1) // 4
+        assert f"text: {path}; {count / windows:.3g} epochs" in out
+    data = json.loads((run / "environment.json").read_text())["data"]
+    assert [*data] == ["data.path[0]", "data.path[1]"]
 
 
 @pytest.mark.slow

@@ -269,7 +269,7 @@ class PairedRuns:
         self.folder.mkdir(parents=True, exist_ok=True)
         config = _config(self.sizes, 1)
         weights = {each.name: each.value for each in harness.serial_trainer(config).parameters}
-        with open_tokens(package_data.text_path(config.data.path)) as tokens:
+        with open_tokens(package_data.text_path(config.data.paths()[0])) as tokens:
             source = batches_of(config, tokens)
             batches = np.stack([source.batch(step) for step in range(_STEPS)])
         np.savez(self.folder / "start.npz", batches=batches, **weights)

@@ -17,7 +17,7 @@ from hpc3d.checkpoints.inspect import (
     shapes_of,
     stateless_of,
 )
-from hpc3d.checkpoints.run_text import differences
+from hpc3d.checkpoints.run_text import differences, used_by_text
 from hpc3d.checkpoints.sharded import Checkpoint, restore, restore_own, steps_of
 from hpc3d.config import deprecated_keys
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
@@ -344,7 +344,7 @@ def resume(
         )
     batches, position = trainer.feed.batches, opened.header.get("position") or {}
     if batches is not None and "sequences" in position:
-        batches.go_on(opened.header["step"], position["sequences"])
+        batches.go_on(opened.header["step"], position["sequences"], used_by_text(opened.header))
     return opened.header["step"]
 
 

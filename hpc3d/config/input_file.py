@@ -343,9 +343,12 @@ class DataConfig:
     """Training and validation text."""
 
     __pydantic_config__ = STRICT
-    path: str = "inputs/corpus"
+    path: str | tuple[str, ...] = "inputs/corpus"
     """Training text: a text file, a folder of *.txt files, or a token file written by `hpc3d
-    prepare`."""
+    prepare`. A list of them is a mixture, whose parts must have the same tokenizer."""
+    weights: tuple[int, ...] | None = None
+    """Weights of a mixture, one integer per entry of path: with [2, 1], of each 3 sequences, 2 are
+    from the first entry. Default: all 1."""
     tokenizer: Literal["byte", "bpe"] | None = None
     """byte has one token per byte value, 256 in total. bpe requires a token file that was created
     with a BPE tokenizer. Default: the tokenizer of the token file, or byte for text files."""
@@ -360,6 +363,10 @@ class DataConfig:
     ] = None
     """ID of the token that ends a document. Default: the end-of-document token of the
     tokenizer."""
+
+    def paths(self) -> tuple[str, ...]:
+        """Return the paths of the training text, one per part of a mixture."""
+        return (self.path,) if isinstance(self.path, str) else self.path
 
     def document_end(self) -> int | None:
         """Return the ID of the token that ends a document, or `None` without boundaries.

@@ -88,8 +88,15 @@ def _expand_paths(tree: dict[str, Any]) -> None:
     for key in _PATHS:
         section, name = key.split(".")
         table = tree.get(section)
-        if isinstance(table, dict) and isinstance(text := table.get(name), str):
-            table[name] = _expanded(key, text)
+        if isinstance(table, dict) and name in table:
+            table[name] = _with_expanded_paths(key, table[name])
+
+
+def _with_expanded_paths(key: str, value: Any) -> Any:
+    """Expand the path `value`, or all paths in the list `value`; return other values unchanged."""
+    if isinstance(value, list):
+        return [_with_expanded_paths(key, each) for each in value]
+    return _expanded(key, value) if isinstance(value, str) else value
 
 
 def _expanded(key: str, text: str) -> str:
@@ -129,8 +136,7 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
             if not isinstance(table, dict):
                 raise ValueError(f"{option}: {section} is a key, not a section; remove {option}")
         value = option_value(text)
-        is_path = name in _PATHS and isinstance(value, str)
-        table[key] = _expanded(name, value) if is_path else value
+        table[key] = _with_expanded_paths(name, value) if name in _PATHS else value
     return notices + deprecated_keys.use_new_names(tree)
 
 

@@ -9,12 +9,15 @@ from math import inf
 from hpc3d.comm.grid import AXES
 from hpc3d.config.backend_rules import wrong_backend
 from hpc3d.config.constraints import invalid_keys, out_of_bounds
-from hpc3d.config.input_file import Config, ModelConfig, TrainConfig
+from hpc3d.config.input_file import Config, DataConfig, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
 from hpc3d.config.wrong_values import mark_wrong, reported
+from hpc3d.console.sanitize import counted
 from hpc3d.ops.rotary import SCALINGS, Rotation
 from hpc3d.pipeline.schedule import find
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
+
+_MOST_WEIGHT = 1000  # limits the length of a round of a mixture
 
 
 def unknown_values(config: Config) -> Iterator[str]:
@@ -25,7 +28,13 @@ def unknown_values(config: Config) -> Iterator[str]:
     train = _wrong_decay(config.train), _without_validation(config)
     names = _wrong_name(config.name), _nul_characters(config), _wrong_order(config.mesh.order)
     rules = invalid_keys(config), _wrong_scaling(config.model), wrong_backend(config)
-    yield from reported(*rules, *train, *names, _unknown_letters(config.parallel.split))
+    yield from reported(
+        *rules,
+        *train,
+        *names,
+        _wrong_weights(config.data),
+        _unknown_letters(config.parallel.split),
+    )
 
 
 def _without_validation(config: Config) -> Iterator[str]:
@@ -41,6 +50,18 @@ def _without_validation(config: Config) -> Iterator[str]:
         yield f"train.eval_every = {every} requires data.validation; {remedy}"
 
 
+def _wrong_weights(data: DataConfig) -> Iterator[str]:
+    """Report a mixture without parts, and weights that do not match its parts."""
+    if not (paths := data.paths()) or "" in paths:
+        yield "data.path must name at least one text, and no empty path; set it to a path"
+    elif data.weights is not None:
+        key, parts = f"data.weights = {[*data.weights]}", counted(len(paths), "text")
+        if len(data.weights) != len(paths):
+            yield f"{key}: data.path has {parts}; set one weight per text"
+        elif not all(1 <= weight <= _MOST_WEIGHT for weight in data.weights):
+            yield f"{key}: each weight must be an integer from 1 to {_MOST_WEIGHT}"
+
+
 def _wrong_name(name: str) -> Iterator[str]:
     if not re.fullmatch(r"[\w .+-]+", str(name)):
         yield f"name = {name!r} is part of a folder name; use letters, digits and . _ + -"
@@ -48,7 +69,8 @@ def _wrong_name(name: str) -> Iterator[str]:
 
 def _nul_characters(config: Config) -> Iterator[str]:
     for key, value in flat(config).items():
-        if isinstance(value, str) and "\0" in value:
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(text, str) and "\0" in text for text in texts):
             yield f"{key} = {value!r}: contains a NUL character; remove it"
 
 

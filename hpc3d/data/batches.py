@@ -1,4 +1,7 @@
-"""Training batches: each epoch visits every window of the text once, in a new random order."""
+"""Training batches: each epoch visits every window of a text once, in a new random order."""
+
+from collections.abc import Mapping
+from math import gcd
 
 import numpy as np
 
@@ -6,6 +9,8 @@ from hpc3d.console.sanitize import counted
 from hpc3d.data.token_file import Tokens
 
 IGNORE = -100  # target value that excludes a token from the loss
+_ROUNDS = 2**63  # round r of a mixture uses the random numbers of epoch _ROUNDS + r
+USED = "sequences of "  # prefix of a text's hash in the position of a mixture
 
 
 class Batches:
@@ -17,56 +22,98 @@ class Batches:
     AHEAD tokens and an incomplete last window.  An epoch is a permutation of the windows.  A batch
     that reaches the end of an epoch continues with windows of the next epoch.
 
-    The attribute `windows` is the number of windows per epoch.  Raises ValueError if there are too
-    few tokens for one window.
+    The texts of a mixture have separate windows and epochs.  With weights w, coprime integers,
+    each round of sum(w) sequences contains w[i] sequences of text i, in a random order.
+
+    The attribute `windows` is the number of windows per epoch of each text.  Raises ValueError if
+    a text has too few tokens for one window.
     """
 
     AHEAD = 1
 
     def __init__(self, tokens: Tokens, sequence: int, batch: int, seed: int) -> None:
         assert sequence > 0 and batch > 0 and 0 <= seed < 2**64
-        if len(tokens) < sequence + self.AHEAD:
-            raise ValueError(
-                f"data.path: {counted(len(tokens), 'token')}, but model.sequence = {sequence} "
-                f"needs at least {sequence + self.AHEAD}; use a longer text, or lower "
-                "model.sequence"
-            )
-        self.windows = (len(tokens) - self.AHEAD) // sequence
-        self._tokens, self._sequence, self._batch, self._seed = tokens, sequence, batch, seed
-        self._epoch, self._order = 0, permutation(self.windows, seed, 0)
+        self._parts = tokens.parts()
+        for part in self._parts:
+            if len(part) < sequence + self.AHEAD:
+                raise ValueError(
+                    f"data.path: {counted(len(part), 'token')}, but model.sequence = {sequence} "
+                    f"needs at least {sequence + self.AHEAD}; use a longer text, or lower "
+                    "model.sequence"
+                )
+        self.windows = [(len(part) - self.AHEAD) // sequence for part in self._parts]
+        self._sequence, self._batch, self._seed = sequence, batch, seed
+        weights = np.array(tokens.weights) // gcd(*tokens.weights)
+        self._weights, self._slots = weights, np.repeat(np.arange(len(weights)), weights)
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
         # Step i starts with sequence number i * batch + _skipped.  `go_on` sets _skipped to
-        # account for earlier steps with a different batch size.
-        self._skipped = 0
+        # account for earlier steps with a different batch size, and _ahead to the sequences of
+        # each text that an earlier mixture used in addition to those of this mixture.
+        self._skipped, self._ahead = 0, np.zeros(len(weights), int)
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and targets of a step: contiguous int32 arrays [batch, sequence]."""
         first = step * self._batch + self._skipped
-        numbers = range(first, first + self._batch)
-        chosen = [self._window(*divmod(number, self.windows)) for number in numbers]
-        starts = [window * self._sequence for window in chosen]
-        length = self._sequence + self.AHEAD
-        windows = np.stack([self._tokens.read(start, start + length) for start in starts])
+        windows = np.stack([self._window(first + row) for row in range(self._batch)])
         return windows[:, : self._sequence].copy(), windows[:, self.AHEAD :].copy()
 
-    def go_on(self, step: int, sequences: int) -> None:
+    def go_on(self, step: int, sequences: int, position: Mapping[str, int] | None = None) -> None:
         """Resume at `step` of a run that has used `sequences` sequences, even if the batch size
-        has changed."""
+        has changed.
+
+        If the stored `position` contains a text of this mixture, each text continues where it
+        ended, and new texts start at their first window.
+        """
         self._skipped = sequences - step * self._batch
+        keys = [USED + part.sha256 for part in self._parts] if position else []
+        if position and {*keys} & {*position}:
+            known = np.array([position.get(key, 0) for key in keys])
+            self._ahead = known - self._used(sequences)
 
     def position(self, step: int) -> dict[str, int]:
         """Return the position in the data at the start of `step`.
 
-        The position is the epoch, the number of sequences used in this epoch (`offset`), and the
-        number used in all epochs (`sequences`).
+        The position is the number of sequences used in all epochs (`sequences`). For a single
+        text, it also contains the epoch, and the number used in this epoch (`offset`). For a
+        mixture, it contains the number of sequences of each text.
         """
         sequences = step * self._batch + self._skipped
-        epoch, offset = divmod(sequences, self.windows)
+        used = (self._used(sequences) + self._ahead).tolist()
+        if len(used) > 1:
+            texts = zip(self._parts, used, strict=True)
+            return {"sequences": sequences} | {USED + part.sha256: n for part, n in texts}
+        epoch, offset = divmod(used[0], self.windows[0])
         return {"epoch": epoch, "offset": offset, "sequences": sequences}
 
-    def _window(self, epoch: int, offset: int) -> int:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, permutation(self.windows, self._seed, epoch)
-        return int(self._order[offset])
+    def epochs(self, step: int) -> list[float]:
+        """Return the number of epochs of each text at the start of `step`."""
+        used = self._used(step * self._batch + self._skipped) + self._ahead
+        return (used / self.windows).tolist()
+
+    def _window(self, number: int) -> np.ndarray:
+        """Read the tokens of a sequence of the run."""
+        text = int(self._round(number)[number % len(self._slots)])
+        used = int(self._used(number)[text] + self._ahead[text])
+        epoch, offset = divmod(used, self.windows[text])
+        start = int(self._order(text, self.windows[text], epoch)[offset]) * self._sequence
+        return self._parts[text].read(start, start + self._sequence + self.AHEAD)
+
+    def _used(self, number: int) -> np.ndarray:
+        """Return the number of sequences of each text among the first `number` sequences."""
+        rounds, slot = divmod(number, len(self._slots))
+        begun = np.bincount(self._round(number)[:slot], minlength=len(self._weights))
+        return rounds * self._weights + begun
+
+    def _round(self, number: int) -> np.ndarray:
+        """Return the texts of the sequences in the round that contains sequence `number`."""
+        rounds = _ROUNDS + number // len(self._slots)
+        return self._slots[self._order(-1, len(self._slots), rounds)]
+
+    def _order(self, text: int, windows: int, epoch: int) -> np.ndarray:
+        """Return the order of the windows of a text (-1: of the slots of a round), cached."""
+        if text not in self._orders or self._orders[text][0] != epoch:
+            self._orders[text] = epoch, permutation(windows, self._seed, epoch)
+        return self._orders[text][1]
 
 
 def permutation(windows: int, seed: int, epoch: int) -> np.ndarray:

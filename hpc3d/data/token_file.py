@@ -66,6 +66,11 @@ class Tokens(contextlib.AbstractContextManager):
     digests: frozenset[str]
     end_name: str | None = None
     text_bytes: int | None = None
+    weights: Sequence[int] = (1,)  # of the parts
+
+    def parts(self) -> Sequence["Tokens"]:
+        """Return the texts of a mixture, or the only text."""
+        return (self,)
 
     def made_by(self) -> tuple[str, int, str]:
         """Return the name, vocabulary size and JSON text that identify the tokenizer."""

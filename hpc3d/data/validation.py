@@ -15,6 +15,7 @@ import numpy as np
 
 from hpc3d.console.sanitize import counted
 from hpc3d.data.batches import IGNORE, permutation
+from hpc3d.data.mixture import mixed
 from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
 
@@ -29,6 +30,7 @@ class TokenRange(Tokens):
     def __init__(self, tokens: Tokens, start: int, stop: int) -> None:
         self.tokens, self.start, self.stop = tokens, start, stop
         self.tokenizer, self.vocabulary, self.json = tokens.made_by()
+        self.end_name, self.sha256, self.digests = tokens.end_name, tokens.sha256, tokens.digests
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -62,15 +64,17 @@ class SeparateText(TokenRange):
 def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Tokens, Tokens | None]:
     """Return the training text and the validation text (None if evaluation is disabled).
 
-    `validation` is the fraction of `tokens` to hold out at the end, or the path of a text or token
-    file; None or "" disables evaluation. Raises a one-line ValueError that begins with
-    data.validation if the text cannot be read or has a different tokenizer.
+    `validation` is the fraction to hold out at the end of each part of `tokens`, or the path of a
+    text or token file; None or "" disables evaluation. Raises a one-line ValueError that begins
+    with data.validation if the text cannot be read or has a different tokenizer.
     """
     if not validation:
         return tokens, None
     if isinstance(validation, float):
-        edge = len(tokens) - int(len(tokens) * validation)
-        return TokenRange(tokens, 0, edge), TokenRange(tokens, edge, len(tokens))
+        edges = [(part, len(part) - int(len(part) * validation)) for part in tokens.parts()]
+        trained = [TokenRange(part, 0, edge) for part, edge in edges]
+        held = [TokenRange(part, edge, len(part)) for part, edge in edges]
+        return mixed(trained, tokens.weights), mixed(held, tokens.weights)
     other = SeparateText(validation)
     if other.made_by() != tokens.made_by():
         other.close()

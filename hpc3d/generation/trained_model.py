@@ -223,7 +223,7 @@ def _tokenizer_of_run(config: Config, path: Path, text: str | None) -> Tokenizer
             "--data.path to a token file (.h5) with its tokenizer, or generate from the folder "
             "from which the model was imported"
         )
-    return tokenizer_of(package_data.text_path(text or config.data.path))
+    return tokenizer_of(package_data.text_path(text or config.data.paths()[0]))
 
 
 def _published(path: Path, found: FoundWeights) -> TrainedModel:

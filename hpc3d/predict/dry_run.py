@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hpc3d.config.input_file import Config, TrainConfig
@@ -23,19 +23,21 @@ _UNMEASURED = (
 )
 
 
-def dry_run(config: Config, machine: str | None, windows: int) -> Iterator[str]:
+def dry_run(config: Config, machine: str | None, epochs: Sequence[float]) -> Iterator[str]:
     """Yield the lines that `train --dry-run` prints for a resolved `config`.
 
     `machine` is the name of a machine; the default is the local machine if it has been measured.
-    `windows` is the number of training sequences in the text. Raises ValueError if the machine
-    does not exist.
+    `epochs` has the number of epochs of each training text. Raises ValueError if the machine does
+    not exist.
     """
     known, untimed = _machine(machine, config.train.dtype)
     yield _ranks(config)
     yield from layout_lines(config)
     yield _model(config)
     yield _learning_rate(config.train)
-    yield _text(config, windows)
+    steps = counted(config.train.steps, "step")
+    for path, number in zip(config.data.paths(), epochs, strict=True):
+        yield f"text: {path}; {number:.3g} epochs in {steps}"
     found = summary(simulate(config, config.model.vocabulary, known), config, known)
     yield _memory(config, found["memory"], None if machine is None else known)
     yield from _parts(found["memory"])
@@ -94,12 +96,6 @@ def _learning_rate(train: TrainConfig) -> str:
     return (
         f"{line}, {train.decay} from step {begin} down to {train.least_rate():.3g} by step {end}"
     )
-
-
-def _text(config: Config, windows: int) -> str:
-    train = config.train
-    epochs = train.steps * train.batch / windows
-    return f"text: {config.data.path}; {epochs:.3g} epochs in {counted(train.steps, 'step')}"
 
 
 def _memory(config: Config, found: dict, machine: Machine | None) -> str:

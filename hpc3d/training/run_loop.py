@@ -47,10 +47,12 @@ class RunSaver(Protocol):
 class RunBatches(Protocol):
     """Batches of a run.
 
-    `position(done)` returns the position in the training data after `done` completed steps.
+    `position(done)` returns the position in the training data after `done` completed steps, and
+    `epochs(done)` the number of epochs of each text.
     """
 
     def position(self, done: int) -> dict[str, int]: ...
+    def epochs(self, done: int) -> list[float]: ...
 
 
 @dataclass
@@ -204,6 +206,9 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
     if run.batches is not None:
         position = {"step": done, **run.batches.position(done)}
         write_text(plan.folder / "position.json", json.dumps(position) + "\n")
+        if len(epochs := run.batches.epochs(done)) > 1:
+            for path, number in zip(plan.config.data.paths(), epochs, strict=True):
+                run.log.say(f"text: {path}; {number:.3g} epochs")
     launch.finish(job)
     job.barrier()
     if job.rank == 0 and plan.config.trace.enabled:

@@ -12,8 +12,10 @@ from hpc3d.checkpoints.run_text import (
     recorded,
     tokenized_by,
     trained_on,
+    used_by_text,
 )
 from hpc3d.config.input_file import Config, DataConfig
+from hpc3d.data.mixture import open_texts
 from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
 from hpc3d.data.tokenizer_files import characters
@@ -185,3 +187,53 @@ def test_character_tokenizer_is_called_by_its_name():
     assert [*tokenized_by(tokens)] == ["tokenizer: characters, 2 tokens"]
     tokens.tokenizer, tokens.json = ByteTokenizer.name, ByteTokenizer.json
     assert not [*tokenized_by(tokens)]
+
+
+def mixed(*names, validation=None):
+    return Config(data=DataConfig(path=names, validation=validation))
+
+
+def of_mixture(config, run):
+    tokens = open_texts(config.data.paths(), None)
+    return recorded(described(tokens, None), config, run)
+
+
+def test_each_text_of_a_mixture_is_recorded_and_found_next_to_the_run(here):
+    (here / "project").mkdir()
+    for name in ("one.txt", "two.txt"):
+        (here / name).rename(here / "project" / name)
+    config = located(mixed("project/one.txt", "project/two.txt"))
+    texts = of_mixture(config, here / "project" / "run")
+    assert [*texts] == ["data.path[0]", "data.path[1]"]
+    assert texts["data.path[1]"] == {
+        "tokens": 151,
+        "sha256": open_tokens("project/two.txt").sha256,
+        "path": str(here / "project" / "two.txt"),
+        "from_run": "../two.txt",
+    }
+    (here / "project").rename(here / "moved")
+    found = located(config, here / "moved" / "run", texts)
+    assert found.data.path == (str(here / "moved" / "one.txt"), str(here / "moved" / "two.txt"))
+
+
+def test_added_and_removed_texts_of_a_mixture_are_reported(here):
+    old, new = mixed("one.txt", "two.txt"), mixed("three.txt", "one.txt")
+    before, now = (of_mixture(config, here / "run") for config in (old, new))
+    assert [*differences(before, before, old)] == []
+    added, removed = differences(before, now, new)
+    assert added.startswith("data.path[0]: three.txt is new") and removed.endswith("two.txt")
+    turned = mixed("two.txt", "one.txt")
+    assert [*differences(before, of_mixture(turned, here / "run"), turned)] == []
+    (line,) = differences(of_run(configured(), here / "run"), before, old)
+    assert line.startswith("data.path[1]: two.txt is new")
+    held = mixed("three.txt", "one.txt", validation=0.1)
+    with pytest.raises(ValueError, match=r"\Adata\.path\[0\]: three\.txt .*restore two\.txt, or"):
+        [*differences(before, now, held)]
+
+
+def test_position_counts_the_sequences_of_a_single_text(here):
+    texts = of_run(configured(), here / "run")
+    digest, position = texts["data.path"]["sha256"], {"sequences": 12}
+    expected = {"sequences": 12, f"sequences of {digest}": 12}
+    assert used_by_text({"texts": texts, "position": position}) == expected
+    assert used_by_text({"position": position}) == position

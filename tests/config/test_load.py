@@ -79,6 +79,8 @@ def test_paths_expand_home_and_environment_variables(monkeypatch):
     assert (config.run.out, config.data.path) == ("/home/me/results", "/scratch/text.txt")
     resumed = load(None, ["--run.out", "$SCRATCH/a", "--data.path", "~/b"], of_run=True)
     assert (resumed.run.out, resumed.data.path) == ("/scratch/a", "/home/me/b")
+    mixture = load(None, ["--data.path", '["$SCRATCH/a", "~/b"]'])
+    assert mixture.data.path == ("/scratch/a", "/home/me/b")
     with pytest.raises(ValueError, match=r"unknown user; "):
         load(None, ["--run.out", "~nobody-here/a"])
     monkeypatch.delenv("SCRATCH")

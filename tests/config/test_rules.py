@@ -182,6 +182,12 @@ def test_unknown_rope_scaling_is_rejected(scaling):
             "data.boundaries = true: only valid for model.kind = gpt2 or ",
         ),
         (["--data.separator", "2"], "data.separator = 2: only valid for data.boundaries = true"),
+        (["--data.path", "[]"], "data.path must name at least one text"),
+        (["--data.weights", "[2, 1]"], "data.weights = [2, 1]: data.path has 1 text; set one"),
+        (
+            ["--data.path", '["a", "b"]', "--data.weights", "[2, 0]"],
+            "data.weights = [2, 0]: each weight must be an integer from 1 to 1000",
+        ),
         (["--model.global_every", "2"], "model.global_every = 2: only valid for model.window > 0"),
         (
             ["--model.window", "3", "--model.global_every", "1"],

@@ -28,6 +28,8 @@ class Numbers(Tokens):
 
     def __init__(self, length):
         self.length = self.vocabulary = length
+        self.sha256 = f"{length} numbers"
+        self.digests = frozenset({self.sha256})
 
     def __len__(self):
         return self.length

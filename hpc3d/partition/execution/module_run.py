@@ -26,7 +26,7 @@ model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -496,7 +496,10 @@ class StepInputs:
     def position(self, done: int) -> dict[str, int]:
         return {"sequences": done * self.samples}
 
-    def go_on(self, done: int, sequences: int) -> None:
+    def epochs(self, done: int) -> list[float]:
+        return []
+
+    def go_on(self, done: int, sequences: int, position: Mapping[str, int] | None = None) -> None:
         """Do nothing: inputs depend only on the step number, so there is no state to restore."""
 
 

@@ -1,0 +1,79 @@
+"""Mixtures of texts, whose sequences alternate in a ratio given by integer weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from hpc3d.data.token_file import Tokens, open_tokens
+
+
+def open_texts(
+    paths: Sequence[str | Path], weights: Sequence[int] | None, tokenizer: str | None = None
+) -> Tokens:
+    """Open the texts at `paths`, and mix them by `weights` (default: all 1) if there are several.
+
+    Raises a one-line ValueError that begins with `data.path` if a text cannot be read, is in the
+    mixture twice, or has another tokenizer than the first text.
+    """
+    with ExitStack() as opened:
+        parts = [opened.enter_context(open_tokens(path, tokenizer)) for path in paths]
+        known: dict[str, str | Path] = {}
+        for path, part in zip(paths, parts, strict=True):
+            if (part.made_by(), part.end_name) != (parts[0].made_by(), parts[0].end_name):
+                raise ValueError(
+                    f"data.path: {path} has another tokenizer ({part.tokenizer}, vocabulary "
+                    f"{part.vocabulary}) than {paths[0]} ({parts[0].tokenizer}, vocabulary "
+                    f"{parts[0].vocabulary}); prepare all texts with the same --tokenizer"
+                )
+            if part.sha256 in known:
+                raise ValueError(
+                    f"data.path: {path} has the same tokens as {known[part.sha256]}; list the "
+                    "text once, and raise its entry in data.weights"
+                )
+            known[part.sha256] = path
+        opened.pop_all()
+    return mixed(parts, weights or [1] * len(parts))
+
+
+def mixed(parts: Sequence[Tokens], weights: Sequence[int]) -> Tokens:
+    """Return the mixture of `parts`, or the only part."""
+    return parts[0] if len(parts) == 1 else Mixture(parts, weights)
+
+
+class Mixture(Tokens):
+    """Several texts with one tokenizer. Reading the mixture concatenates the texts.
+
+    Training batches draw `weights[i]` of each sum(`weights`) sequences from text i.
+    """
+
+    def __init__(self, parts: Sequence[Tokens], weights: Sequence[int]) -> None:
+        self._parts, self.weights = parts, tuple(weights)
+        self.tokenizer, self.vocabulary, self.json = parts[0].made_by()
+        self.end_name = parts[0].end_name
+        self.sha256 = hashlib.sha256("".join(each.sha256 for each in parts).encode()).hexdigest()
+        self.digests = frozenset().union(*(each.digests for each in parts))
+        self._starts = np.cumsum([0, *map(len, parts)])
+
+    def parts(self) -> Sequence[Tokens]:
+        return self._parts
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= len(self)
+        pieces = [np.empty(0, np.int32)]
+        for part, begin in zip(self._parts, self._starts.tolist(), strict=False):
+            low, high = max(start - begin, 0), min(stop - begin, len(part))
+            if low < high:
+                pieces.append(part.read(low, high))
+        return np.concatenate(pieces)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
