@@ -48,15 +48,22 @@ _BALANCE = "router_aux_loss_coef"
 _LARGEST = 1e6  # upper limit of router_aux_loss_coef
 # Keys that concern tokenization, files or training and do not affect a model's output.
 _HARMLESS = """
-    _name_or_path architectures bos_token_id dtype eos_token_id gradient_checkpointing id2label
-    initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id
+    _name_or_path architectures auto_map bos_token_id dtype eos_token_id gradient_checkpointing
+    id2label initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id
     model_type n_ctx output_attentions output_hidden_states output_past pad_token_id prefix
     pretraining_tp problem_type return_dict sep_token_id summary_activation
     summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     task_specific_params tie_word_embeddings tokenizer_class torch_dtype torchscript
     transformers_version use_bfloat16 use_cache
 """
-
+_GELU_OF_GEMMA = "gelu_pytorch_tanh"
+# Keys of published config.json files that do not affect the output with these values.
+_INACTIVE = {
+    "attention_bias": False,
+    "hidden_activation": _GELU_OF_GEMMA,
+    "mlp_bias": False,
+    "use_mrope": False,
+}
 
 # BERT keys for the activation function and for tasks other than masked language modeling.
 _OF_BERT = """
@@ -135,7 +142,7 @@ class Settings(NamedTuple):
             if key in self.fixed and value != self.fixed[key]:
                 only = self.fixed[key]
                 raise ValueError(f"{CONFIG}: {key} = {value!r}: only {only!r} is supported")
-            if key not in known | self.fixed.keys() and value is not None:
+            if key not in known | self.fixed.keys() and value not in (None, _INACTIVE.get(key)):
                 raise ValueError(
                     f"{CONFIG}: {key} = {value!r} is unknown; remove it if it does not affect the "
                     "output of the model"
@@ -330,7 +337,14 @@ def _neox_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
     return {"gelu": gelu, "norm_epsilon": settings.get("layer_norm_eps", 1e-5), **_rope(rope)}
 
 
+def _gemma_written(model: ModelConfig) -> dict[str, Any]:
+    return {**_llama_written(model), "hidden_act": _GELU_OF_GEMMA}
+
+
 def _gemma_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    name = settings.get("hidden_act", _GELU_OF_GEMMA)
+    if name not in (_GELU_OF_GEMMA, "gelu"):  # transformers treats "gelu" as its tanh form
+        raise ValueError(f"{CONFIG}: hidden_act = {name!r}: only {_GELU_OF_GEMMA!r} is supported")
     return _llama_told({"head_dim": 256, **settings}, model)  # the default of transformers
 
 
@@ -562,7 +576,9 @@ OLMO2 = LLAMA._replace(sizes=QWEN3.sizes, told=_olmo2_told)
 
 GEMMA = LLAMA._replace(
     sizes=QWEN3.sizes,
-    fixed={"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": None},
+    fixed={"use_bidirectional_attention": None},
+    others=LLAMA.others | {"hidden_act"},
+    written=_gemma_written,
     told=_gemma_told,
 )
 

@@ -7,6 +7,7 @@ import pytest
 
 from hpc3d.checkpoints.hf_settings import (
     BERT,
+    GEMMA,
     GEMMA3,
     GPT2,
     GPT_NEOX,
@@ -196,6 +197,38 @@ def test_roberta_config_json_maps_to_model_settings(told, found):
         return
     read = ROBERTA.model(settings, measured)
     assert {key: read.get(key) for key in found} == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            PHI3,
+            {"attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}},
+        ),
+        (QWEN2, {"use_mrope": False}),
+        (GEMMA, {"hidden_act": "gelu", "hidden_activation": None}),
+        (GEMMA, {"hidden_activation": "gelu_pytorch_tanh"}),
+    ],
+)
+def test_inactive_keys_of_published_config_json_files_are_accepted(settings, told):
+    given, measured = settings.of(with_epsilon(MODEL)), {"hidden": 24, "ffn": 96}
+    assert settings.model(given | told, measured) == settings.model(given, measured)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told", "message"),
+    [
+        (PHI3, {"attention_bias": True}, "attention_bias = True is unknown"),
+        (QWEN2, {"use_mrope": True}, "use_mrope = True is unknown"),
+        (GEMMA, {"hidden_act": "relu"}, "hidden_act = 'relu': only 'gelu_pytorch_tanh'"),
+        (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is unknown"),
+    ],
+)
+def test_published_keys_that_change_the_output_are_rejected(settings, told, message):
+    given, measured = settings.of(with_epsilon(MODEL)), {"hidden": 24, "ffn": 96}
+    with pytest.raises(ValueError, match=message):
+        settings.model(given | told, measured)
 
 
 def test_roberta_with_another_gelu_than_that_of_its_head_is_not_exported():
