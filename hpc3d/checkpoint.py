@@ -223,8 +223,11 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
         print(sanitized(f"tokenize texts with its tokenizer: {how}"))
     print(sanitized(f"written to {options.output}; continue with"))
     text = f" --data.path {'tokens.h5' if known else 'TEXT'}"
-    given = any(word.startswith("--data.path") for word in settings)
-    how = f"--resume {options.output} --checkpoint.every 100{'' if given else text}"
+    rate = " --train.learning_rate 2e-5"  # the default is for training from scratch
+    further = {"--train.learning_rate": rate, "--data.path": text}
+    given = {word.partition("=")[0] for word in settings}
+    how = "".join(words for key, words in further.items() if key not in given)
+    how = f"--resume {options.output} --checkpoint.every 100{how}"
     print(sanitized(f"mpirun -np N python -m hpc3d.train {how}"))
     return {"run": str(options.output), "parameters": count, "tensors": len(shapes)}
 
