@@ -103,6 +103,9 @@ def _step(options, overrides):
     from hpc3d.predict.predicted_step import predicted_step
 
     folder, problems = options.input if options.input.is_dir() else None, []
+    if folder and (folder / "checkpoints").is_dir() and not any(folder.glob("trace*")):
+        # An imported run that has not been trained yet has no layout.
+        folder, options.input = None, folder / "config.toml"
     if folder and (overrides or options.ranks):
         problems.append(
             f"{folder} is a run, whose settings are fixed; leave out "

@@ -159,6 +159,14 @@ def test_help_lists_all_options_without_importing_numpy():
     assert not loaded & {"numpy", "matplotlib", "mpi4py", "pydantic"}
 
 
+def test_run_that_has_not_been_trained_is_simulated_on_any_number_of_ranks(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.toml").write_text("[model]\nlayers = 2\n", encoding="utf-8")
+    assert main([str(tmp_path), "--machine", "h100", "--ranks", "4"]) == 0
+    assert capsys.readouterr().out.startswith("4 ranks of ")
+    assert not [*tmp_path.glob("trace*")]
+
+
 def test_folder_that_is_not_a_run_is_named_with_what_it_lacks(tmp_path, capsys):
     assert main([str(tmp_path), "--machine", "h100"]) == 2
     line = capsys.readouterr().err
