@@ -45,7 +45,9 @@ class WeightSource(NamedTuple):
         Raises ValueError if they cannot be read.
         """
         if self.published:
-            return PublishedValues(Pretrained(self.path), config)
+            pretrained = Pretrained(self.path)
+            pretrained.check(config.model)  # also locates the rows of fused arrays (Phi-3)
+            return PublishedValues(pretrained, config)
         return Checkpoint(self.path)
 
 
