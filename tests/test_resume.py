@@ -126,10 +126,14 @@ def test_resumed_run_finds_its_text_and_rejects_a_changed_one(tmp_path):
 @pytest.mark.slow
 def test_mixture_of_texts_is_the_same_on_every_layout_and_after_resume(tmp_path):
     """The mixture is resumed in the middle of an epoch and of a round."""
-    paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    paths = [str(tmp_path / name) for name in ("a", "b")]
     for path, count in zip(paths, (900, 3000), strict=True):
-        Path(path).write_text(np.random.default_rng(count).bytes(count).hex())
+        Path(path).mkdir()
+        for number in range(9):
+            content = np.random.default_rng(count + number).bytes(count // 9).hex()
+            Path(path, f"{number}.txt").write_text(content)
     mixed = {"data__path": json.dumps(paths), "data__weights": "[2, 3]", "train__batch": 36}
+    mixed["data__shuffle"] = "documents"
     expected = losses(train(1, tmp_path / "alone", train__steps=STEPS, **mixed))
     run = part(tmp_path / "parts", mesh__d=2, mesh__p=2, parallel__microbatches=3, **mixed)
     out = resumed(RANKS, run, "--mesh.d", 1, "--mesh.p", 1, "--mesh.x", 2, "--mesh.y", 2)

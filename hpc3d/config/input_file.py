@@ -355,6 +355,10 @@ class DataConfig:
     validation: Annotated[float | str | None, MoreThan(0), LessThan(1)] = None
     """Validation text for train.eval_every: the fraction of the training text to hold out at its
     end, such as 0.05, or a separate text in any form allowed for path. Default: none."""
+    shuffle: Literal["sequences", "documents"] = "sequences"
+    """Random order in each epoch. With sequences, the sequences of each text are shuffled. With
+    documents, the documents are shuffled first, so each epoch packs other documents into a
+    sequence."""
     boundaries: Annotated[bool, ValidFor("model.kind", *_CAUSAL)] = False
     """Separate documents packed into one sequence: tokens attend only to tokens of the same
     document, and learned positions restart with each document."""

@@ -6,6 +6,7 @@ from math import gcd
 import numpy as np
 
 from hpc3d.console.sanitize import counted
+from hpc3d.data.documents import ShuffledDocuments, permutation
 from hpc3d.data.token_file import Tokens
 
 IGNORE = -100  # target value that excludes a token from the loss
@@ -25,8 +26,9 @@ class Batches:
     The texts of a mixture have separate windows and epochs.  With weights w, coprime integers,
     each round of sum(w) sequences contains w[i] sequences of text i, in a random order.
 
-    The attribute `windows` is the number of windows per epoch of each text.  Raises ValueError if
-    a text has too few tokens for one window.
+    `shuffle_documents` gives the documents of each text a new order in each epoch, before windows
+    are formed.  The attribute `windows` is the number of windows per epoch of each text.  Raises
+    ValueError if a text has too few tokens for one window.
     """
 
     AHEAD = 1
@@ -46,10 +48,15 @@ class Batches:
         weights = np.array(tokens.weights) // gcd(*tokens.weights)
         self._weights, self._slots = weights, np.repeat(np.arange(len(weights)), weights)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
+        self._documents: list[ShuffledDocuments] = []
         # Step i starts with sequence number i * batch + _skipped.  `go_on` sets _skipped to
         # account for earlier steps with a different batch size, and _ahead to the sequences of
         # each text that an earlier mixture used in addition to those of this mixture.
         self._skipped, self._ahead = 0, np.zeros(len(weights), int)
+
+    def shuffle_documents(self, end: int) -> None:
+        """Shuffle the documents of each text, which the token `end` ends, in each epoch."""
+        self._documents = [ShuffledDocuments(each, end, self._seed) for each in self._parts]
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the inputs and targets of a step: contiguous int32 arrays [batch, sequence]."""
@@ -96,7 +103,10 @@ class Batches:
         used = int(self._used(number)[text] + self._ahead[text])
         epoch, offset = divmod(used, self.windows[text])
         start = int(self._order(text, self.windows[text], epoch)[offset]) * self._sequence
-        return self._parts[text].read(start, start + self._sequence + self.AHEAD)
+        stop = start + self._sequence + self.AHEAD
+        if self._documents:
+            return self._documents[text].read(epoch, start, stop)
+        return self._parts[text].read(start, stop)
 
     def _used(self, number: int) -> np.ndarray:
         """Return the number of sequences of each text among the first `number` sequences."""
@@ -114,12 +124,3 @@ class Batches:
         if text not in self._orders or self._orders[text][0] != epoch:
             self._orders[text] = epoch, permutation(windows, self._seed, epoch)
         return self._orders[text][1]
-
-
-def permutation(windows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of the windows in an epoch, int64[windows].
-
-    The order does not depend on the orders of earlier epochs.
-    """
-    bits = np.random.Philox(key=np.array([seed, epoch], np.uint64))
-    return np.random.Generator(bits).permutation(windows)

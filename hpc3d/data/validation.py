@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from hpc3d.console.sanitize import counted
-from hpc3d.data.batches import IGNORE, permutation
+from hpc3d.data.batches import IGNORE
+from hpc3d.data.documents import permutation
 from hpc3d.data.mixture import mixed
 from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END

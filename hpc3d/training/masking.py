@@ -29,11 +29,28 @@ _DRAWS = 4  # number of random numbers generated per token, of which three are u
 
 
 def batches_of(config: Config, tokens: Tokens) -> Batches:
-    """Return the training batches of a run; `config` must contain the vocabulary size."""
-    sequence, batch = config.model.sequence, config.train.batch
+    """Return the training batches of a run; `config` must contain the vocabulary size.
+
+    Raises
+    ------
+    ValueError
+        If a text has too few tokens, or its documents cannot be shuffled because the
+        end-of-document token is unknown.
+    """
+    shape = config.model.sequence, config.train.batch
     if family_of(config.model).causal:
-        return Batches(tokens, sequence, batch, config.seed)
-    return MaskedBatches(tokens, sequence, batch, config.seed, _masking_of(config, tokens))
+        batches = Batches(tokens, *shape, config.seed)
+    else:
+        batches = MaskedBatches(tokens, *shape, config.seed, _masking_of(config, tokens))
+    if config.data.shuffle == "documents":
+        end = tokens.end() if config.data.separator is None else config.data.separator
+        if end is None:
+            raise ValueError(
+                "data.shuffle = documents: the tokenizer of data.path has no known "
+                "end-of-document token; leave the key out, or prepare the text with --end TOKEN"
+            )
+        batches.shuffle_documents(end)
+    return batches
 
 
 def validation_of(config: Config, tokens: Tokens, remainder: bool = False) -> ValidationBatches:
