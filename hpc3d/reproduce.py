@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.argument_types import real
 from hpc3d.console import small_files
-from hpc3d.console.command_line import Parser, run
-from hpc3d.console.exit_codes import CHECK_FAILED
+from hpc3d.console.command_line import Parser, complain, run
+from hpc3d.console.exit_codes import CHECK_FAILED, FAILED
 from hpc3d.console.sanitize import counted, sanitized
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ receives must be equal. They are not compared if the run was resumed or has no t
 also lists the differences between the environments of the runs: versions, hardware, and hashes of
 the data."""
 _EXITS = (
-    "exit codes: 0 losses and bytes agree, 2 invalid input (explained on standard error), "
-    "3 losses or bytes differ"
+    "exit codes: 0 losses and bytes agree, 1 training failed, 2 invalid input (explained on "
+    "standard error), 3 losses or bytes differ"
 )
 _TOLERANCES = {"float64": 1e-10, "float32": 1e-4}  # of losses; 16-bit types: _COARSE
 _COARSE = 1e-2
@@ -87,10 +87,15 @@ def _reproduce(options: Namespace) -> int:
     again = _without_side_effects(config, steps, options.out or before.parent)
     if threads := _environment(before).get("threads_per_rank"):
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    _bytes(before)  # raises ValueError, before the training, if the trace is damaged
     with TemporaryDirectory(prefix="hpc3d-") as scratch:
         source = Path(scratch, "config.toml")
         source.write_text(to_toml(again), encoding="utf-8")
-        after = launched(ranks, [str(source)], options.launcher)
+        try:
+            after = launched(ranks, [str(source)], options.launcher)
+        except RuntimeError as error:
+            complain("reproduce", [str(error)])
+            return FAILED
     tolerance = options.tolerance
     if tolerance is None:
         tolerance = _TOLERANCES.get(config.train.dtype, _COARSE)
@@ -190,7 +195,10 @@ def _environment(run: Path) -> dict[str, Any]:
     path = run / "environment.json"
     if not path.is_file():
         return {}
-    found = json.loads(small_files.read(path))
+    try:
+        found = dict(json.loads(small_files.read(path)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a JSON object ({error}); restore or remove it") from None
     return {key: value for key, value in found.items() if key not in _VARYING}
 
 

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, TextIO
 from hpc3d.config.argument_types import number_of_ranks
 from hpc3d.console.command_line import run, taken
 from hpc3d.console.sanitize import counted, sanitized
-from hpc3d.runtime import environment, launch, mpi_launcher
+from hpc3d.runtime import environment, host_memory, launch, mpi_launcher
 
 if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.program import Program
     from hpc3d.runtime.job import Job
     from hpc3d.training.run_loop import RunningJob, RunPlan
+
+_LEAST_OF_RANK = 32 << 20  # lower bound on the memory of a rank, in bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +78,8 @@ def _start_ranks(words: list[str]) -> None:
     Raises
     ------
     ValueError
-        If N is not a number of ranks, a launcher has already started ranks, or there is none.
+        If N is not a number of ranks, or this machine has too little memory for them, or a
+        launcher has already started ranks, or there is none.
     """
     ranks = _ranks(given := taken(words, "--launch"), f"--launch {given}")
     started = environment.number_in(environment.WORLD_RANKS[:3], default=1)
@@ -87,7 +90,14 @@ def _start_ranks(words: list[str]) -> None:
         )
     if "--dry-run" in words:
         words += ["--ranks", str(ranks)]
-    elif command := mpi_launcher.launch_command(ranks):
+        return
+    most = host_memory.total() // _LEAST_OF_RANK
+    if ranks and ranks > most:
+        raise ValueError(
+            f"--launch {ranks}: the memory of this machine suffices for at most {most} ranks; use "
+            "fewer ranks, or mpirun with the hosts of a cluster"
+        )
+    if command := mpi_launcher.launch_command(ranks):
         command += [sys.executable, "-m", "hpc3d.train", *words]
         os.execve(command[0], command, {**mpi_launcher.launch_settings(), **os.environ})
 

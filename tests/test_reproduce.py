@@ -127,6 +127,12 @@ def test_loss_that_is_not_finite_differs_from_a_finite_one(loss, agree, run, ori
     assert (found["largest_difference"] is None) == (loss is None)
 
 
+def test_launcher_that_starts_no_run_is_reported_in_one_line(run, capsys):
+    assert ended(reproduce.main, run, "--launcher", "false") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == ("hpc3d.reproduce: training ended with exit code 1: false started no run")
+
+
 def not_a_run(run):
     (run / "config.toml").unlink()
     return "is not the folder of a run"

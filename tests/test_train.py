@@ -189,6 +189,7 @@ def test_separator_of_documents_is_the_end_token_of_the_tokenizer():
         (["--launch"], 1, "--launch: the value is missing; use --launch VALUE"),
         (["--launch", "0"], 1, "--launch 0: 0: must be an integer from 1 to "),
         (["--launch=many"], 1, "--launch many: many: must be an integer from 1 to "),
+        (["--launch", "1000000"], 1, "--launch 1000000: the memory of this machine suffices for "),
         (["--launch", "2"], 4, "--launch 2: a launcher has already started 4 ranks; use either"),
     ],
 )
@@ -211,7 +212,7 @@ def test_launch_replaces_this_process_by_the_launcher(monkeypatch):
     monkeypatch.delenv(variable, raising=False)
     verb.main(["gpt-serial", "--launch", "3", "--train.steps", "1"])
     monkeypatch.setenv(variable, "core")
-    verb.main(["--launch=70000"])
+    verb.main(["--launch=70"])
     first, second = calls
     program = [sys.executable, "-m", "hpc3d.train"]
     assert first[:2] == (
@@ -219,7 +220,7 @@ def test_launch_replaces_this_process_by_the_launcher(monkeypatch):
         ["/mpirun", "3", *program, "gpt-serial", "--train.steps", "1"],
     )
     assert first[2][variable] == "slot:oversubscribe" and second[2][variable] == "core"
-    assert second[1] == ["/mpirun", "70000", *program]
+    assert second[1] == ["/mpirun", "70", *program]
 
 
 def test_dry_run_starts_no_ranks(capsys):

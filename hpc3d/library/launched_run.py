@@ -43,7 +43,7 @@ def launched(ranks: int, words: list[str], launcher: Sequence[str] = ()) -> Path
     if code == BAD_INPUT:
         raise Problems(said or [err.strip() or "train rejected the input"])
     if code not in (0, STOPPED) or folder is None:
-        why = "; ".join(said) or err.strip()[-_MOST_SAID:]
+        why = "; ".join(said) or err.strip()[-_MOST_SAID:] or f"{command[0]} started no run"
         raise RuntimeError(f"training ended with exit code {code}: {why}")
     return folder
 

@@ -111,7 +111,7 @@ class Block:
         self.residual1 = connected(1, again)
         self.qkv = qkv()
         self.query_norm = family.query_norm and family.query_norm(mesh, parameters, spec, name)
-        self.window, self.rotation = model.window_of(number), model.rotation_of(number)
+        self.window = model.window_of(number)
         attention_spec = spec.of_layer(number)
         self.attention = attention_of(mesh, f"{name}.drop_p", attention_spec, self.window)
         self.proj = linear("proj", (model.attended, hidden), split.next(), last)

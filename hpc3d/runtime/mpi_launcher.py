@@ -38,7 +38,8 @@ def launch_command(ranks: int) -> list[str]:
         return []
     loaded = _library()
     if loaded is None:
-        raise ValueError(f"ranks = {ranks}: mpi4py finds no MPI library; {INSTALL}")
+        remedy = "; ".join(INSTALL.splitlines())
+        raise ValueError(f"ranks = {ranks}: mpi4py finds no MPI library; {remedy}")
     if path := _best(loaded):
         return [path, "-np", str(ranks)]
     raise ValueError(

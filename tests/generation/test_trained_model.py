@@ -149,7 +149,7 @@ def test_prompt_token_beyond_the_vocabulary_is_rejected(tmp_path):
 def test_bert_is_rejected_for_generation(tmp_path):
     for path in saved(tmp_path, f"{BYTES} kind=bert"):
         with pytest.raises(
-            ValueError, match=elided("bert models do not support ... gpt2, llama, ")
+            ValueError, match=elided("bert models do not support ... gpt2, ... llama, ")
         ):
             find_model(path, [])
 

@@ -403,7 +403,7 @@ class ReplayedBlock:
 
 def replayed_blocks(blocks: Sequence[Block], recorder: PassRecorder, chunk: int) -> list[Any]:
     """Return the blocks of a model chunk, most of which replay the passes of other blocks."""
-    kinds = [(chunk, block.recompute, block.window, block.rotation) for block in blocks]
+    kinds = [(chunk, block.recompute, block.window) for block in blocks]
     left, before, found = Counter(kinds), Counter(), []
     for block, kind in zip(blocks, kinds, strict=True):
         left[kind] -= 1

@@ -43,6 +43,7 @@ p=2 d=2 c=4 schedule=interleaved chunks=2 microbatches=4 layers=24 sequence=8 pr
 z=2 x=2 d=2 schedule=none microbatches=2 layers=6 keep_gathered=false recompute=full prefetch=true
 x=2 y=2 scheme=2d-summa schedule=none microbatches=2 layers=6
 c=2 schedule=none microbatches=2 layers=7 sequence=16 window=3 global_every=3
+schedule=none layers=7 sequence=99 kind=gemma3_text window=99 global_every=3 rope_window_theta=20
 """.strip().splitlines()
 PIPELINES = ASYNCHRONOUS + [line for line in MIXES if "p=" in line and "p=1" not in line]
 
