@@ -122,7 +122,7 @@ def _run(points: Sequence[SweepPoint], folder: Path, launcher: Sequence[str]) ->
         if finished(point, folder):
             continue
         print(f"point {point.number}: {point}", flush=True)
-        log.info("point %d; the last point is %d", point.number, points[-1].number)
+        log.info("point %d of 0 to %d", point.number, points[-1].number)
         try:
             _finish(point, folder, launcher)
         except (ValueError, RuntimeError) as error:

@@ -238,7 +238,7 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
     ------
     ValueError
         If the tokenizer has more tokens than `model.vocabulary`, or if it has no end-of-document
-        token, but `data.boundaries` needs one.
+        token, but `data.boundaries` needs one, or not the token `data.separator`.
     """
     from hpc3d.config.resolve import refuse
     from hpc3d.config.size_rules import wrong_tokens
@@ -267,6 +267,11 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
                 "end-of-document token; set data.separator to its ID"
             )
         data = replace(data, separator=end)
+    if data.separator is not None and data.separator >= vocabulary:
+        raise ValueError(
+            f"data.separator = {data.separator}: the tokenizer has no such token; use an ID below "
+            f"{vocabulary}"
+        )
     return replace(config, model=model, data=data)
 
 

@@ -178,6 +178,8 @@ def test_separator_of_documents_is_the_end_token_of_the_tokenizer():
     packed = ["--data.boundaries", "true"]
     for more, separator in ((packed, 7), ([*packed, "--data.separator", "5"], 5), ([], None)):
         assert verb._with_vocabulary(load(None, more), tokens, None).data.separator == separator
+    with pytest.raises(ValueError, match=r"^data.separator = 300: .* use an ID below 300$"):
+        verb._with_vocabulary(load(None, [*packed, "--data.separator", "300"]), tokens, None)
     tokens.end = lambda: None
     with pytest.raises(ValueError, match=r"^data.boundaries = true: .* set data.separator to its"):
         verb._with_vocabulary(load(None, packed), tokens, None)

@@ -1,12 +1,16 @@
 """Verdict of a comparison of runs: which run is faster, and whether the losses agree.
 
-Runs that differ only in their seed form a group. A group is compared with the group of the first
-run by the median over the steps of all its runs.
+Runs that differ only in their seed form a group. Two groups of several runs are compared by the
+median step times of their runs, because the steps of a run are not independent samples. If one of
+the groups is a single run, the groups are compared by the median over all steps.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from math import exp
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,6 @@ from hpc3d.analyze.metrics.compare import half_width, interval, relative_error, 
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import ratio
 from hpc3d.config.load import flat
-from hpc3d.console.sanitize import counted
 from hpc3d.trace.reader import Trace
 
 _Row = Mapping[str, Any]
@@ -76,15 +79,39 @@ def speed_rows(
             speedup = ratio(medians[0], median)
         elif kind == "weak" and run["ranks"] != first["ranks"]:
             speedup = row["speedup"]
-        label = _label(run["run"], len(group))
+        label = _label([runs[index]["run"] for index in group])
         found = {"run": label, "ranks": run["ranks"], "scaling": kind, "speedup": speedup}
         found["noise"] = max(busy[index] or 0.0 for index in (*group, *groups[0]))
-        rows.append(found | interval("speedup", speedup, error, errors[0]))
+        found |= interval("speedup", speedup, error, errors[0])
+        if kind == "strong" and min(len(group), len(groups[0])) > 1:
+            found |= _speedup_of_runs(
+                *([seconds[index] for index in each] for each in (groups[0], group))
+            )
+        rows.append(found)
     return rows
 
 
-def _label(name: str, runs: int) -> str:
-    return name if runs == 1 else f"{name} and {counted(runs - 1, 'other seed')}"
+def _speedup_of_runs(
+    first: Sequence[np.ndarray], others: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """Return the ratio of the mean step times of two groups of runs, and its confidence interval.
+
+    The mean is the geometric mean of the median step times of the runs, and the interval is
+    Welch's interval of the difference of their logarithms.
+    """
+    logs = [np.log([np.median(each) for each in group]) for group in (first, others)]
+    difference, margin = float(logs[0].mean() - logs[1].mean()), half_width(*logs)
+    limits = {"speedup_low": exp(difference - margin), "speedup_high": exp(difference + margin)}
+    return {"speedup": exp(difference), **limits}
+
+
+def _label(names: Sequence[str]) -> str:
+    """Return the beginning that the labels of a group's runs have in common."""
+    if len(names) == 1:
+        return names[0]
+    words = zip(*(re.split("(?<=[-, ])", name) for name in names), strict=False)
+    common = "".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, words))
+    return f"{common.rstrip('-, ') or names[0]} ({len(names)} seeds)"
 
 
 def scaling_table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,7 +132,8 @@ def seed_rows(runs: Sequence[_Row], groups: Sequence[Sequence[int]]) -> list[dic
     for group in groups:
         if len(group) == 1:
             continue
-        row = {"run": _label(runs[group[0]]["run"], len(group)), "runs": len(group)}
+        label = _label([runs[index]["run"] for index in group])
+        row = {"run": label, "runs": len(group)}
         for key in ("loss", "validation_loss"):
             values = [value for index in group if (value := runs[index][key]) is not None]
             known = len(values) == len(group)

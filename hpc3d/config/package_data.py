@@ -51,6 +51,8 @@ def find(word: str, kind: Kind) -> Path:
     for path in (word, f"{word}.toml", known.get(name, "")):
         if os.path.exists(path) and not os.path.isdir(path):
             return Path(path)
+    if word and os.path.exists(stored := os.path.join(word, "config.toml")):
+        raise ValueError(f"{word}: is the folder of a run; use {stored}")
     wrong = "is a folder" if os.path.isdir(word) else f"no such {kind.title}"
     near = get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}? " if near else ""

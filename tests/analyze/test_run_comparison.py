@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpc3d.analyze.metrics.compare import interval, relative_error
+from hpc3d.analyze.metrics.compare import half_width, interval, relative_error
 from hpc3d.analyze.run_comparison import (
     comparison_verdict,
     scaling_table,
@@ -122,16 +122,24 @@ def test_runs_that_differ_only_in_the_seed_form_a_group():
     assert groups == [[0, 2], [1, 3], [4], [5]]
 
 
-def test_group_of_seeds_is_compared_by_its_pooled_steps():
-    runs = [run("a"), run("a, 2"), run("b"), run("b, 2")]
-    seconds = [STEADY, STEADY * 1.2, STEADY / 2, STEADY * 1.2 / 2]
-    groups = [[0, 1], [2, 3]]
-    (line,) = verdict(runs, seconds, [0, 0.5, 0.5, 0.5], groups)
-    assert line.startswith("b and 1 other seed is 2.00 times as fast as a and 1 other seed (95 %")
+def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
+    """Steps of a run are not independent: many steps of two runs do not narrow the interval."""
+    runs = [run("a, 64-seed1"), run("a, 64-seed2"), run("b, seed1"), run("b, seed2")]
+    times, groups = [1.0, 1.2, 0.9, 1.0], [[0, 1], [2, 3]]
+    (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
+    assert line.startswith("b (2 seeds) is as fast as a, 64 (2 seeds) within the noise: 15.5% fas")
     assert "losses" not in line
+    steps = [np.tile(STEADY, 100) * each for each in times]
+    _, row = speed_rows(runs, steps, groups, [None] * 4)
+    logs = [np.log(each) for each in ([1.0, 1.2], [0.9, 1.0])]
+    margin = half_width(*logs)
+    assert row["speedup_high"] == pytest.approx((1.2 / 0.9) ** 0.5 * np.exp(margin))
+
+
+def test_losses_of_a_group_of_seeds_are_averaged():
     rows = [losses("a", 0, 3.0), losses("a, 2", 1, 4.0), losses("c", 1, 2.0)]
     (row,) = seed_rows(rows, [[0, 1], [2]])
-    assert (row["run"], row["runs"], row["loss"]) == ("a and 1 other seed", 2, 3.5)
+    assert (row["run"], row["runs"], row["loss"]) == ("a (2 seeds)", 2, 3.5)
     assert row["loss_half"] == pytest.approx(12.706 * 0.5) and row["validation_loss"] is None
 
 

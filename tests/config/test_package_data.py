@@ -143,6 +143,14 @@ def test_unknown_name_is_rejected_with_its_kind_and_the_known_names(word, kind, 
     assert "\n" not in str(refused.value)
 
 
+def test_folder_of_a_run_is_rejected_with_its_configuration(tmp_path):
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(
+        ValueError, match=f"^{tmp_path}: is the folder of a run; use .*/config.toml$"
+    ):
+        find(str(tmp_path), INPUT)
+
+
 @pytest.mark.parametrize("word", ["inputs/corpus", "./inputs/corpus", "corpus", "inputs/corpus/"])
 def test_corpus_is_found_from_any_folder(word, elsewhere):
     assert same(text_path(word), "corpus")
