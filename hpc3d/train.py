@@ -79,7 +79,7 @@ def _start_ranks(words: list[str]) -> None:
     ------
     ValueError
         If N is not a number of ranks, or this machine has too little memory for them, or a
-        launcher has already started ranks, or there is none.
+        launcher has already started ranks, or there is none, or the other options are invalid.
     """
     ranks = _ranks(given := taken(words, "--launch"), f"--launch {given}")
     started = environment.number_in(environment.WORLD_RANKS[:3], default=1)
@@ -98,6 +98,8 @@ def _start_ranks(words: list[str]) -> None:
             "fewer ranks, or mpirun with the hosts of a cluster"
         )
     if command := mpi_launcher.launch_command(ranks):
+        if not {"-h", "--help"} & {*words}:
+            read_command_line(ranks, [*words])  # the launcher adds its own text to an error
         command += [sys.executable, "-m", "hpc3d.train", *words]
         os.execve(command[0], command, {**mpi_launcher.launch_settings(), **os.environ})
 

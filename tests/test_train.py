@@ -192,6 +192,7 @@ def test_separator_of_documents_is_the_end_token_of_the_tokenizer():
         (["--launch", "0"], 1, "--launch 0: 0: must be an integer from 1 to "),
         (["--launch=many"], 1, "--launch many: many: must be an integer from 1 to "),
         (["--launch", "1000000"], 1, "--launch 1000000: the memory of this machine suffices for "),
+        (["--launch", "5", "--mesh.d", "2"], 1, "mesh: d 2 = 2 ranks, but the job has 5 "),
         (["--launch", "2"], 4, "--launch 2: a launcher has already started 4 ranks; use either"),
     ],
 )
@@ -212,17 +213,17 @@ def test_launch_replaces_this_process_by_the_launcher(monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *given: calls.append(given))
     monkeypatch.setattr(verb.launch, "run", lambda *given: 0)
     monkeypatch.delenv(variable, raising=False)
-    verb.main(["gpt-serial", "--launch", "3", "--train.steps", "1"])
+    verb.main(["gpt-3d-8", "--launch", "8", "--train.steps", "1"])
     monkeypatch.setenv(variable, "core")
-    verb.main(["--launch=70"])
+    verb.main(["--launch=64"])
     first, second = calls
     program = [sys.executable, "-m", "hpc3d.train"]
     assert first[:2] == (
         "/mpirun",
-        ["/mpirun", "3", *program, "gpt-serial", "--train.steps", "1"],
+        ["/mpirun", "8", *program, "gpt-3d-8", "--train.steps", "1"],
     )
     assert first[2][variable] == "slot:oversubscribe" and second[2][variable] == "core"
-    assert second[1] == ["/mpirun", "70", *program]
+    assert second[1] == ["/mpirun", "64", *program]
 
 
 def test_dry_run_starts_no_ranks(capsys):
