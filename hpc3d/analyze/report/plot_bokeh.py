@@ -37,9 +37,14 @@ _PASS_TOOLTIPS = [
 
 def embed(models: Mapping[str, Model]) -> tuple[str, str, Mapping[str, str]]:
     """Return Bokeh's library code, a script that draws the models, and their HTML placeholders."""
+    from bokeh.document import Document
     from bokeh.embed import components
     from bokeh.resources import Resources
 
+    document = Document()
+    with document.models.freeze():  # otherwise, each root visits the models of all roots again
+        for model in models.values():
+            document.add_root(model)
     script, divs = components(models)
     library = Resources(mode="inline", components=["bokeh"]).render_js()
     return library, script, divs
