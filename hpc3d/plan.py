@@ -294,7 +294,9 @@ def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
     sizes = len(found.timed) + len(found.cut) + len(found.left)
     print(f"{len(found.cut):5d} mesh sizes were excluded by a lower bound on their step time")
     if found.left:
-        print(f"{len(found.left):5d} mesh sizes were not reached within the search budget")
+        print(
+            f"{len(found.left):5d} mesh sizes were skipped because the search budget was exhausted"
+        )
     print(
         f"\n{counted(found.considered, 'layout')} with {sizes:,} combinations of mesh sizes and "
         "scheme; "

@@ -15,7 +15,7 @@ _UNITS = {"B": 1, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, 
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """Return an argparse type for integers from `least` to `most`."""
+    """Return an argparse type for integers in the range [least, most]."""
 
     def number(text):
         digits = text.strip()

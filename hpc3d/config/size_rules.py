@@ -57,7 +57,7 @@ def wrong_parts(config: Config) -> Iterator[str]:
 
 
 def too_large(config: Config) -> Iterator[str]:
-    """Report a mesh with too many ranks, and each array with too many elements."""
+    """Yield a message for a mesh with too many ranks and for each array with too many elements."""
     model, products = config.model, block_products(config.model)
     ranks = config.mesh.grid().size
     if ranks > MOST_RANKS:

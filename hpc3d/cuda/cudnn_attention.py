@@ -227,7 +227,7 @@ class Flash:
         return dqkv
 
     def hop(self, q: Any, k: Any, v: Any, causal: bool, window: int = 0) -> tuple[Any, Any]:
-        """Compute attention to one block of keys, and the statistics for merging the blocks.
+        """Compute attention for one block of keys, and the log-sum-exps to merge blocks.
 
         For views q [B, heads, g, t, D] and k, v [B, heads, s, D], returns workspaces: the output
         [B, t, heads, g, D] and the log-sum-exps [B, heads, g, t] in float32. Under the causal

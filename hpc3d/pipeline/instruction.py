@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "W", "BW")
-# For each message operation: the matching operation on the peer stage, and the offset from this
-# model chunk to the peer's model chunk.
+# Message operation -> matching operation on the peer stage, and index of the peer's model chunk
+# relative to this chunk.
 MESSAGES = {
     "SendF": ("RecvF", +1),
     "RecvF": ("SendF", -1),
