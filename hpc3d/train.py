@@ -48,7 +48,7 @@ from hpc3d.runtime import environment, host_memory, launch, mpi_launcher
 
 if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
-    from hpc3d.config.input_file import Config
+    from hpc3d.config.input_file import Config, DataConfig
     from hpc3d.data.batches import Batches
     from hpc3d.data.token_file import Tokens
     from hpc3d.data.validation import ValidationBatches
@@ -239,8 +239,8 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
     Raises
     ------
     ValueError
-        If the tokenizer has more tokens than `model.vocabulary`, or if it has no end-of-document
-        token, but `data.boundaries` needs one, or not the token `data.separator`.
+        If the tokenizer has more tokens than `model.vocabulary`, or if it lacks the
+        end-of-document token.
     """
     from hpc3d.config.resolve import refuse
     from hpc3d.config.size_rules import wrong_tokens
@@ -262,6 +262,18 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
     model = replace(config.model, vocabulary=vocabulary)
     refuse([*wrong_tokens(model, tokens.mask())])
     data = replace(config.data, tokenizer=tokens.tokenizer)
+    return replace(config, model=model, data=_with_separator(data, tokens, vocabulary))
+
+
+def _with_separator(data: DataConfig, tokens: Tokens, vocabulary: int) -> DataConfig:
+    """Return `data` with the end-of-document token, if its documents need one.
+
+    Raises
+    ------
+    ValueError
+        If `data.boundaries` needs this token, but the tokenizer has none, or if the tokenizer has
+        no token `data.separator`.
+    """
     if data.boundaries and data.separator is None:
         if (end := tokens.end()) is None:
             raise ValueError(
@@ -274,7 +286,7 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
             f"data.separator = {data.separator}: the tokenizer has no such token; use an ID below "
             f"{vocabulary}"
         )
-    return replace(config, model=model, data=data)
+    return data
 
 
 def checked_program(config: Config, this_machine: bool = True) -> Program:

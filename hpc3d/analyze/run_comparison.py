@@ -66,39 +66,36 @@ def speed_rows(
         Share of the CPU time that other processes used during each run, if known. `noise` is the
         largest share of the runs of a group and of the first group.
     """
-    pooled = [np.concatenate([seconds[index] for index in group]) for group in groups]
-    medians = [float(np.median(each)) for each in pooled]
-    errors = [relative_error(each) for each in pooled]
+    times = [[seconds[index] for index in group] for group in groups]
     first = runs[groups[0][0]]
     rows = []
-    for group, median, error in zip(groups, medians, errors):
+    for group, steps in zip(groups, times):
         run = runs[group[0]]
         row = scaling_rows([first, run])[1]
-        kind, speedup = row["scaling"], None
-        if kind == "strong":
-            speedup = ratio(medians[0], median)
-        elif kind == "weak" and run["ranks"] != first["ranks"]:
-            speedup = row["speedup"]
         label = _label([runs[index]["run"] for index in group])
-        found = {"run": label, "ranks": run["ranks"], "scaling": kind, "speedup": speedup}
+        found = {"run": label, "ranks": run["ranks"], "scaling": row["scaling"], "speedup": None}
         found["noise"] = max(busy[index] or 0.0 for index in (*group, *groups[0]))
-        found |= interval("speedup", speedup, error, errors[0])
-        if kind == "strong" and min(len(group), len(groups[0])) > 1:
-            found |= _speedup_of_runs(
-                *([seconds[index] for index in each] for each in (groups[0], group))
-            )
+        if row["scaling"] == "strong":
+            found |= _speedup(times[0], steps)
+        else:
+            if row["scaling"] == "weak" and run["ranks"] != first["ranks"]:
+                found["speedup"] = row["speedup"]
+            errors = (relative_error(np.concatenate(each)) for each in (times[0], steps))
+            found |= interval("speedup", found["speedup"], *errors)
         rows.append(found)
     return rows
 
 
-def _speedup_of_runs(
-    first: Sequence[np.ndarray], others: Sequence[np.ndarray]
-) -> dict[str, float]:
-    """Return the ratio of the mean step times of two groups of runs, and its confidence interval.
+def _speedup(first: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> dict[str, float | None]:
+    """Return the ratio of the step times of two groups of runs, and its confidence interval.
 
-    The mean is the geometric mean of the median step times of the runs, and the interval is
-    Welch's interval of the difference of their logarithms.
+    If both groups have several runs, the step time of a group is the geometric mean of the median
+    step times of its runs, and the interval is Welch's interval of the difference of logarithms.
     """
+    if min(len(first), len(others)) == 1:
+        pooled = [np.concatenate(each) for each in (first, others)]
+        speedup = ratio(*(float(np.median(each)) for each in pooled))
+        return {"speedup": speedup} | interval("speedup", speedup, *map(relative_error, pooled))
     logs = [np.log([np.median(each) for each in group]) for group in (first, others)]
     difference, margin = float(logs[0].mean() - logs[1].mean()), half_width(*logs)
     limits = {"speedup_low": exp(difference - margin), "speedup_high": exp(difference + margin)}
@@ -158,7 +155,7 @@ def comparison_verdict(
     for number, group in enumerate(groups[1:], 1):
         parts = []
         if speeds:
-            parts = [_speed(speeds[number], speeds[0]), *_noise(speeds[number])]
+            parts = [_clause(speeds[number], speeds[0]), *_noise(speeds[number])]
         if len(group) == len(groups[0]) == 1:
             parts += _losses(runs[group[0]])
         if parts:
@@ -166,7 +163,7 @@ def comparison_verdict(
             yield "; ".join([named, *parts[1:]])
 
 
-def _speed(row: _Row, first: _Row) -> str:
+def _clause(row: _Row, first: _Row) -> str:
     one, other, speedup = row["run"], first["run"], row["speedup"]
     if speedup is None:
         reason = "because their work differs or is unknown"

@@ -78,10 +78,13 @@ def test_every_expert_layout_exports_the_same_bytes(tmp_path, line):
             "kind=gpt2 experts=4 top_k=2",
             "kind = gpt2 with experts has no counterpart in transformers",
         ),
-        ("window=2", "window = 2: GPT2LMHeadModel .*kind = llama, phi3, qwen2, qwen3 "),
+        (
+            "window=2",
+            "window = 2: GPT2LMHeadModel .*kind = gemma3_text, llama, phi3, qwen2, qwen3 ",
+        ),
         (
             "kind=llama window=2 global_every=2",
-            "global_every = 2: MistralForCausalLM .*kind = qwen2, qwen3 ",
+            "global_every = 2: MistralForCausalLM .*kind = gemma3_text, qwen2, qwen3 ",
         ),
         ("kind=llama window=2 mlp_bias=true", "window = 2: LlamaForCausalLM in transformers"),
         ("kind=qwen3 experts=4 top_k=2 capacity=0 window=2", "window = 2: Qwen3MoeForCausalLM"),

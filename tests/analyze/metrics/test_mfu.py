@@ -36,7 +36,7 @@ def test_model_flops_equal_the_sum_over_single_products():
     products = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
     layer = sum(2 * s * k * n for k, n in products) + 2 * (2 * s * s * h)
     forward = batch * (layers * layer + 2 * s * h * v)
-    model = ModelConfig(hidden=h, layers=layers, sequence=s)
+    model = ModelConfig(hidden=h, heads=2, layers=layers, sequence=s)
     assert model_flops(model, batch, v) == pytest.approx(3 * forward, rel=1e-14)
 
 

@@ -42,9 +42,9 @@ def colors():
     for name, value in vars(palette).items():
         if isinstance(value, dict) and name.isupper():
             found |= value
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple) and isinstance(value[0], str):
             found |= {f"{name} {place}": color for place, color in enumerate(value)}
-        elif name.isupper() and value not in palette.WORK.values():
+        elif isinstance(value, str) and name.isupper() and value not in palette.WORK.values():
             found[name] = value
     return found
 
