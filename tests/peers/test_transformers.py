@@ -98,6 +98,7 @@ OF_KIND = {
     "llama": SMALL_LLAMA,
     "mistral": {**SMALL_LLAMA, "sliding_window": None},
     "mixtral": {**SMALL_LLAMA, "num_local_experts": 4, "sliding_window": None},
+    "phi3": {**SMALL_LLAMA, "pad_token_id": None},
     "qwen2": SMALL_LLAMA,
 }
 
@@ -266,7 +267,9 @@ def test_greedy_generation_matches_transformers(tmp_path, settings):
         assert sample["tokens"] == expected
 
 
-@pytest.mark.parametrize("settings", [{"n_positions": 40}, {"kind": "llama"}, {"kind": "qwen2"}])
+@pytest.mark.parametrize(
+    "settings", [{"n_positions": 40}, {"kind": "llama"}, {"kind": "qwen2"}, {"kind": "phi3"}]
+)
 def test_evaluation_matches_transformers(tmp_path, settings):
     """Tests an imported run on 4 ranks, and the model folder on one rank, in float64."""
     text = "the cat sat on the mat; größer\n" * 9
