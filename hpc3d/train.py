@@ -79,7 +79,7 @@ def _start_ranks(words: list[str]) -> None:
     ------
     ValueError
         If N is not a number of ranks, or this machine has too little memory for them, or a
-        launcher has already started ranks, or there is none, or the other options are invalid.
+        launcher has already started ranks or is missing, or the other options are invalid.
     """
     ranks = _ranks(given := taken(words, "--launch"), f"--launch {given}")
     started = environment.number_in(environment.WORLD_RANKS[:3], default=1)

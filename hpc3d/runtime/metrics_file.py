@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,12 @@ class MetricsFile:
             error.filename = str(self.path)
             raise
         for sink in [*self.sinks]:
-            self._call(sink, sink, record)
+            self._call(sink, partial(sink, record))
 
-    def _call(self, sink: _Sink, function: Callable[..., object], *given: Any) -> None:
+    def _call(self, sink: _Sink, function: Callable[[], object]) -> None:
         """Call a function of a sink; if it fails, report the error and disable the sink."""
         try:
-            function(*given)
+            function()
         except Exception as error:  # user functions may raise anything
             self.sinks.remove(sink)
             self.say(

@@ -44,8 +44,8 @@ _SCRIPTS = ("state.js", "steps.js", "timeline.js", "tables.js")
 class Shown(NamedTuple):
     """Figure on the HTML page.
 
-    `placeholder` is the HTML element of the interactive plot, or "" if there is none. `image` is
-    the data URL of the image for printing, or "" if there is none.
+    `placeholder` is the HTML element of the interactive plot, and `image` the data URL of the
+    image for printing. Each of them is "" if it does not exist.
     """
 
     picture: Picture
@@ -103,7 +103,7 @@ def _model(name, picture):
 
 
 def _image(path, picture, placeholder):
-    """Return the smallest image file of a figure as a data URL, or "" if there is none.
+    """Return the smallest image file of a figure as a data URL, or "" without a file.
 
     A figure without an interactive plot is drawn if it has no image file.
     """

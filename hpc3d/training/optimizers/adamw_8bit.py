@@ -43,11 +43,13 @@ class AdamW8bit(AdamW):
         for part, arrays, states, keep in self.matrices(learning_rate * self.weight_decay):
             blocked = in_blocks(part.item.shape)
             shape = (-1, part.shape[-1]) if blocked else (-1,)
-            given = [None if each is None else each.reshape(shape) for each in arrays]
+            value, master, grad = (
+                None if each is None else each.reshape(shape) for each in arrays
+            )
             if blocked:
                 stored = [states[spec.name] for spec in _STORED]
                 moments = tuple(each.reshape(-1, each.shape[-1]) for each in stored)
-                adamw_8bit(*given, moments, self.constants, (*factors, keep))
+                adamw_8bit(value, master, grad, moments, self.constants, (*factors, keep))
             else:
-                exact = (states[name].reshape(-1) for name in ("first", "second"))
-                adamw(*given, *exact, self.constants, (*factors, keep))
+                first, second = (states[name].reshape(-1) for name in ("first", "second"))
+                adamw(value, master, grad, first, second, self.constants, (*factors, keep))
