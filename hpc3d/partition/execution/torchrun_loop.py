@@ -7,6 +7,7 @@ beginning of each file that it writes. It must not import anything from hpc3d.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -283,6 +284,7 @@ def main(cut: CutModel) -> None:
     try:
         _train(cut, options)
         dist.barrier()  # keeps a process from exiting while a peer is sending
+        gc.collect()  # frees references to groups; otherwise their threads outlive the next line
     finally:
         dist.destroy_process_group()
 
