@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.gpu import parent
-from tests.gpu.parts import PARTS
+from tests.gpu.parts import MACHINE_FILE, PARTS
 
 GOOD, NOTHING, FAILED = 0, 2, 3
 LEAST = 5  # seconds without which a part is not begun
@@ -44,10 +44,16 @@ def main(words=None):
 
 
 def keep(given, results):
-    """Write the current results after every part."""
-    if given.json:
-        found = {"fake": given.fake, "quick": given.quick, "parts": results}
-        given.json.write_text(json.dumps(found, indent=1))
+    """Write the current results after every part, and the machine file beside them."""
+    if not given.json:
+        return
+    found = {"fake": given.fake, "quick": given.quick, "parts": results}
+    given.json.write_text(json.dumps(found, indent=1))
+    last = results[-1]["cases"].get(MACHINE_FILE, {"facts": {}})["facts"]
+    if MACHINE_FILE in last:
+        path = given.json.with_name("gpu-machine.toml")
+        path.write_text(last[MACHINE_FILE])
+        print(f"the rates of this GPU are in {path}: simulate --machine {path}")
 
 
 def arguments(words):

@@ -55,22 +55,25 @@ def as_without(device, how, notes):
 
 
 def launches(device, notes):
-    """Measure `launch_s` of a machine file, and what remains of it in a graph: the time of kernels
-    on a single element, one after another."""
-    pool = device.pool()
+    """Report the time of kernels on a single element, one after another."""
+    for name, seconds in launch_seconds(device.pool()).items():
+        notes.fact(f"us a kernel, {name}", 1e6 * seconds)
+
+
+def launch_seconds(pool, count=KERNELS):
+    """Return the time of such a kernel, launched by the host and in a graph."""
     graph, array = pool.graph(), pool.empty((1,), np.float32)
 
     def kernels():
-        for _ in range(KERNELS):
+        for _ in range(count):
             array[...] = 1
 
     kernels()
     graph.begin()
     kernels()
     graph.end()
-    for name, work in {"launched": kernels, "in a graph": graph.launch}.items():
-        seconds = min(timed(pool, work) for _ in range(5))
-        notes.fact(f"us a kernel, {name}", 1e6 * seconds / KERNELS)
+    ways = {"launched": kernels, "in a graph": graph.launch}
+    return {name: min(timed(pool, work) for _ in range(5)) / count for name, work in ways.items()}
 
 
 def timed(pool, work):

@@ -111,13 +111,17 @@ def large(device, comm, notes):
 
 
 def dispatched(device, comm, notes):
-    """Measure `dispatch_s` of a machine file, the time that the host spends on a call."""
-    comm = comm.get()
+    notes.fact("us of the host", 1e6 * call_seconds(comm.get(), device))
+
+
+def call_seconds(comm, device):
+    """Return the time that the host spends on a call."""
     block = comm.pool.zeros((1,), np.float32)
     comm.all_reduce(block).wait()
     device.synchronize()
     start = time.perf_counter()
     for _ in range(TIMED):
         comm.all_reduce(block).wait()
-    notes.fact("us of the host", 1e6 * (time.perf_counter() - start) / TIMED)
+    seconds = (time.perf_counter() - start) / TIMED
     device.synchronize()
+    return seconds

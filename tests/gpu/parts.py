@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+MACHINE_FILE = "machine file"  # the case that writes it, and its fact
+
 
 class Part(NamedTuple):
     """Module of this package with `cases(device, quick)`, which runs in its own process.
@@ -30,5 +32,6 @@ PARTS = (
     Part("graph", 40, 40),
     Part("ranks", 120, 90),
     Part("modules", 150, 120),
+    Part("rates", 90, 40),
     Part("benchmark", 260, 120, reserved=200),
 )

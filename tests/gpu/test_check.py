@@ -6,18 +6,29 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
+from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from hpc3d.arrays.abstract import CostMeter
 from hpc3d.cuda import launch_table
+from hpc3d.ops.attention import HeadForm
+from hpc3d.predict.calibration.calibrate import step_seconds
+from hpc3d.predict.machine.machine import AttentionPass
+from hpc3d.predict.machine.machine_file import load
+from hpc3d.predict.simulation.abstract_gpu import DeviceShapes
+from hpc3d.predict.simulation.simulator import simulate
 from tests.gpu import __main__ as command
-from tests.gpu import benchmark, parent
+from tests.gpu import benchmark, parent, rates
 from tests.gpu.fake import Fake
 from tests.gpu.guards import Overrun, guarded
-from tests.gpu.notes import compared
+from tests.gpu.notes import Notes, compared
 from tests.gpu.parts import PARTS, Part
+from tests.gpu.trainers import config_of
 
 PLANTED = (sys.executable, "-m", "tests.gpu.planted")
 HIDDEN = 'raise ModuleNotFoundError("hidden for a test", name=__name__)\n'
@@ -184,6 +195,74 @@ def test_all_parts_run_on_a_fake_device(tmp_path):
     assert passed == {*found} - {"nccl"}
     assert [*outcomes(found["products"]).values()].count("passed") == 96
     assert outcomes(found["nccl"]) == {"NCCL": "skipped"}
+
+
+class OneMillisecond(Fake):
+    """Fake device on which every measured call takes a millisecond. Its attention has the widths
+    and results of cuDNN's, but computes nothing."""
+
+    def flash(self):
+        def forward(qkv, sequence, form, causal):
+            return qkv[:, : qkv.shape[1] // 3], None
+
+        def backward(dout, qkv, out, stats, sequence, form, causal):
+            assert out.shape == dout.shape
+
+        return SimpleNamespace(suits=lambda *_: True, forward=forward, backward=backward)
+
+    def seconds(self, function, repeats):
+        function()
+        return 1e-3
+
+
+class Passes(CostMeter):
+    """Meter of attention kernels on abstract arrays."""
+
+    def __init__(self):
+        self.flop = {}
+
+    def attention(self, flop, nbytes, case, backward):
+        passed = AttentionPass(case.width, case.sequence, case.causal, backward)
+        self.flop[passed] = flop
+
+
+def test_measured_attention_is_predicted_with_its_measured_time(tmp_path):
+    notes, found = Notes(tmp_path / "events"), {}
+    for width, causal in product(rates.WIDTHS, (True, False)):
+        rates.attention(OneMillisecond(), rates.SMALL, found, width, causal, notes)
+    rates.machine_file(Fake(), rates.SMALL, found, notes)
+    notes.file.close()
+    *_, last = map(json.loads, (tmp_path / "events").read_text().splitlines())
+    (tmp_path / "gpu.toml").write_text(last["value"])
+    machine, meter = load(tmp_path / "gpu.toml"), Passes()
+    pool, small = DeviceShapes(meter), rates.SMALL
+    for width, sequence, causal in product(rates.WIDTHS, small.sequences, (True, False)):
+        flash, qkv = (
+            pool.gpu.flash,
+            pool.empty((small.tokens, 3 * small.columns), np.dtype("float16")),
+        )
+        out, stats = flash.forward(qkv, sequence, HeadForm(width), causal)
+        flash.backward(out, qkv, out, stats, sequence, HeadForm(width), causal)
+    assert len(meter.flop) == 16
+    for passed, flop in meter.flop.items():
+        seconds = machine.fused_attention(flop, 0, "float16", passed)
+        assert seconds == pytest.approx(1e-3, rel=1e-3), passed
+
+
+def test_predicted_step_takes_the_measured_time():
+    how = {**benchmark.TINY, "batch": 1}
+    config, machine = config_of("cupy", **how), load("h100")
+    launching = replace(machine, host_s=rates.host_seconds(0.05, config, machine))
+    predicted = step_seconds(simulate(config, config.model.vocabulary, launching))
+    assert predicted == pytest.approx(0.05, rel=1e-6)
+
+
+def test_rates_of_a_fake_device_are_a_machine_file(tmp_path):
+    run_on_a_fake(tmp_path, "rates")
+    machine = load(tmp_path / "gpu-machine.toml")
+    assert machine.name == "fake" and not machine.errors
+    assert machine.gemm["float32"].flop == (2.0 * 16**3, 2.0 * 32**3)
+    assert machine.links == load("h100").links
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)

@@ -261,7 +261,7 @@ def test_checkpoint_resumes_on_the_other_backend(first, on_numpy, tmp_path):
     [
         pytest.param(part, marks=rotating(day))
         for day, part in enumerate(
-            ["loader", "kernels", "sizes", "products", "attention", "layers", "nccl"]
+            ["loader", "kernels", "sizes", "products", "attention", "layers", "nccl", "rates"]
         )
     ],
 )
