@@ -31,7 +31,7 @@ class Paper(NamedTuple):
         if self.arxiv:
             fields += [f"eprint = {{{self.arxiv}}}", "archivePrefix = {arXiv}"]
         fields += [self.where] if self.where else []
-        kind = "misc" if self.arxiv else "article"
+        kind = "article" if self.where.startswith("journal") else "misc"
         return ",\n  ".join([f"@{kind}{{{self.key}", *fields]) + "\n}"
 
 
@@ -220,7 +220,7 @@ PAPERS = (
         "Decoupled Weight Decay Regularization",
         2017,
         "1711.05101",
-        _optimizer("adamw", "adamw-8bit"),
+        _optimizer("adamw", "adamw-8bit", "muon"),
     ),
     Paper(
         "dettmers2021",
@@ -247,6 +247,29 @@ PAPERS = (
         2023,
         "2302.06675",
         _optimizer("lion"),
+    ),
+    Paper(
+        "jordan2024",
+        "Jordan, Keller and Jin, Yuchen and Boza, Vlado and You, Jiacheng and Cesista, Franz and "
+        "Newhouse, Laker and Bernstein, Jeremy",
+        "Muon: An optimizer for hidden layers in neural networks",
+        2024,
+        "",
+        _optimizer("muon"),
+        "url = {https://kellerjordan.github.io/posts/muon/}",
+    ),
+    Paper(
+        "liu2025",
+        "Liu, Jingyuan and Su, Jianlin and Yao, Xingcheng and Jiang, Zhejun and Lai, Guokun and "
+        "Du, Yulun and Qin, Yidao and Xu, Weixin and Lu, Enzhe and Yan, Junjie and "
+        "Chen, Yanru and Zheng, Huabin and Liu, Yibo and Liu, Shaowei and Yin, Bohong and "
+        "He, Weiran and Zhu, Han and Wang, Yuzhi and Wang, Jianzhou and Dong, Mengnan and "
+        "Zhang, Zheng and Kang, Yongsheng and Zhang, Hao and Xu, Xinran and Zhang, Yutao and "
+        "Wu, Yuxin and Zhou, Xinyu and Yang, Zhilin",
+        "Muon is Scalable for LLM Training",
+        2025,
+        "2502.16982",
+        _optimizer("muon"),
     ),
 )
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from hpc3d.analyze.citations import PAPERS, bibliography
-from hpc3d.config.input_file import Config
+from hpc3d.config.input_file import CONSTANTS, Config
 from hpc3d.config.load import load, to_toml
 from hpc3d.config.resolve import resolve
 from hpc3d.pipeline.schedule import SCHEDULES
@@ -18,6 +18,13 @@ def cited(*words, ranks):
     """Return the keys of the papers that a run on `ranks` ranks with these options cites."""
     config = resolve(load("gpt-serial", [word for each in words for word in each.split()]), ranks)
     return re.findall(r"^@\w+\{(\w+),$", bibliography([to_toml(config)]), re.M)
+
+
+def address(paper):
+    """Return the web address of a paper, or "" if its entry has none."""
+    if paper.arxiv:
+        return f"https://arxiv.org/abs/{paper.arxiv}"
+    return "".join(re.findall(r"url = \{(.+)\}", paper.where))
 
 
 @pytest.mark.parametrize(
@@ -41,6 +48,11 @@ def cited(*words, ranks):
             ["rajbhandari2019", "shazeer2018"],
         ),
         (["--mesh.c 2 --train.optimizer sgd"], 2, ["liu2023"]),
+        (
+            ["--mesh.d 2 --train.optimizer muon"],
+            2,
+            ["loshchilov2017", "jordan2024", "liu2025"],
+        ),
         (["--mesh.e 2 --model.experts 4 --train.optimizer lion"], 2, ["fedus2021", "chen2023"]),
     ],
 )
@@ -62,7 +74,7 @@ def test_entry_is_valid_bibtex():
     assert len({paper.key for paper in PAPERS}) == len(PAPERS)
 
 
-def test_every_scheme_and_pipeline_schedule_has_a_paper():
+def test_every_scheme_schedule_and_optimizer_has_a_paper():
     schemes = [cited(f"--parallel.scheme {each} --mesh.x 2", ranks=2) for each in ("1d", "3d")]
     assert all(len(keys) == 2 for keys in schemes)
     used = [paper.used for paper in PAPERS]
@@ -73,6 +85,9 @@ def test_every_scheme_and_pipeline_schedule_has_a_paper():
     for name in SCHEDULES:
         config = load(None, ["--parallel.schedule", name, "--mesh.p", "2", *plain])
         assert name == "none" or any(each(config) for each in used), name
+    for name in CONSTANTS:
+        config = load(None, ["--train.optimizer", name])
+        assert name == "sgd" or any(each(config) for each in used), name
 
 
 def test_citation_file_lists_the_same_papers():
@@ -83,8 +98,8 @@ def test_citation_file_lists_the_same_papers():
                 f"{one['family-names']}, {one['given-names']}" for one in each["authors"]
             ),
             each["year"],
-            each.get("url", "").removeprefix("https://arxiv.org/abs/"),
+            each.get("url", ""),
         )
         for each in found
     }
-    assert listed == {each.title: (each.authors, each.year, each.arxiv) for each in PAPERS}
+    assert listed == {each.title: (each.authors, each.year, address(each)) for each in PAPERS}
