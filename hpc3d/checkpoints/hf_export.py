@@ -132,6 +132,7 @@ def _settings_of(family: PublishedFamily, model: ModelConfig, dtype: np.dtype) -
     return {
         "model_type": family.types[0],
         "architectures": [family.architecture],
+        "pad_token_id": None,  # the default of transformers may be outside the vocabulary
         **family.settings.of(model),
         "tie_word_embeddings": model.tied,
         "bos_token_id": None,

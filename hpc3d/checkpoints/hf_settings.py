@@ -351,7 +351,9 @@ def _gemma_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
 def _gemma3_written(model: ModelConfig) -> dict[str, Any]:
     kinds = _layer_types(model.layers, model.global_every)
     return {
-        **_mistral_written(model),
+        **_llama_written(model),
+        # transformers needs a window even if no layer has one
+        "sliding_window": model.window or model.sequence,
         "layer_types": kinds if model.window else [_FULL] * model.layers,
         "rope_local_base_freq": model.rope_window_theta,
         "query_pre_attn_scalar": model.query_scalar or model.head_width,
