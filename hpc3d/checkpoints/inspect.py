@@ -56,9 +56,10 @@ def checkpoints(path: Path) -> list[Path]:
         return [path]
     found = steps_of(path / "checkpoints") or steps_of(path)
     if not found:
+        what = "has no checkpoint" if path.exists() else "does not exist"
         raise ValueError(
-            f"{path} has no checkpoint; specify a run that saves checkpoints (checkpoint.every), "
-            "or a checkpoint folder such as step-00000010"
+            f"{path} {what}; specify a run that saves checkpoints (checkpoint.every), or a "
+            "checkpoint folder such as step-00000010"
         )
     return found
 

@@ -174,8 +174,8 @@ def test_weights_without_config_json_require_the_head_count(tmp_path):
 
 
 def test_folder_without_a_model_is_rejected(tmp_path):
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ValueError, match="no checkpoint"):
+    for path, what in ((tmp_path, "has no checkpoint"), (tmp_path / "none", "does not exist")):
+        with pytest.raises(ValueError, match=f"{path} {what}; specify a run"):
             find_model(path, [])
     save_file({"a": np.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=str(tmp_path)):
