@@ -11,6 +11,7 @@ from hpc3d.analyze.report.expert_words import in_words
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 from hpc3d.analyze.report.table_format import in_markdown, markdown
 from hpc3d.analyze.report.verdict import verdict
+from hpc3d.console.sanitize import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.figure_list import Picture
@@ -79,7 +80,7 @@ def _section(level, spec, rows, step=None):
     if spec.name == "expert_cost":
         note = [in_words(rows[0])]
     more = len(rows) - len(shown)
-    rest = [f"{more} more rows are in tables/{spec.name}.csv."] if more else []
+    rest = [f"tables/{spec.name}.csv has {counted(more, 'more row')}."] if more else []
     narrow = spec.narrowed()
     if narrow.fields != spec.fields:
         rest.append(f"The columns for the other runs are in tables/{spec.name}.csv.")
