@@ -106,15 +106,15 @@ def _step(options, overrides):
     if folder and (folder / "checkpoints").is_dir() and not any(folder.glob("trace*")):
         # An imported run that has not been trained yet has no layout.
         folder, options.input = None, folder / "config.toml"
-    if folder and (overrides or options.ranks):
-        problems.append(
-            f"{folder} is a run, whose settings are fixed; leave out "
-            f"{' '.join(overrides) or '--ranks'}, or simulate its config.toml"
-        )
     if folder and not (folder / "config.toml").is_file():
         problems.append(
             f"{folder}: this folder has no config.toml; specify an input file, or a run folder "
             "with a trace"
+        )
+    elif folder and (overrides or options.ranks):
+        problems.append(
+            f"{folder} is a run, whose settings are fixed; leave out "
+            f"{' '.join(overrides) or '--ranks'}, or simulate its config.toml"
         )
     if options.out and options.out.exists():
         problems.append(f"--out {options.out} already exists; choose a new folder")

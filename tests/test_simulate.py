@@ -168,6 +168,7 @@ def test_run_that_has_not_been_trained_is_simulated_on_any_number_of_ranks(tmp_p
 
 
 def test_folder_that_is_not_a_run_is_named_with_what_it_lacks(tmp_path, capsys):
-    assert main([str(tmp_path), "--machine", "h100"]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"hpc3d.simulate: {tmp_path}: this folder has no config.toml; ")
+    for options in [], ["--ranks", "4", "--mesh.x", "4"]:
+        assert main([str(tmp_path), "--machine", "h100", *options]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"hpc3d.simulate: {tmp_path}: this folder has no config.toml; ")
