@@ -26,6 +26,7 @@ from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.input_file import Config, ModelConfig
 from hpc3d.config.load import override, validate
 from hpc3d.config.resolve import refuse, resolve
+from hpc3d.console.sanitize import as_written
 from hpc3d.data.tokenizer_files import object_in, refuse_cache
 from hpc3d.model.families import with_epsilon
 
@@ -165,7 +166,7 @@ class Pretrained:
             reasons["heads"] = f"{CONFIG} is missing or does not contain {theirs['heads']}"
         if self.family.settings.rates(settings) and "dropout" not in self.model:
             keys = (key for key in self.family.settings.dropouts if key in settings)
-            rates = ", ".join(f"{key} = {settings[key]!r}" for key in keys)
+            rates = ", ".join(f"{key} = {as_written(settings[key])}" for key in keys)
             reasons["dropout"] = f"{CONFIG} has {rates}, but hpc3d supports only one dropout rate"
         return reasons
 
@@ -199,8 +200,8 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
     if (kind := settings.get("model_type")) is not None:
         if str(kind) not in known:
             raise ValueError(
-                f"{CONFIG}: model_type = {kind!r} is not supported; the supported types are "
-                f"{', '.join(known)}"
+                f"{CONFIG}: model_type = {as_written(kind)} is not supported; the supported types "
+                f"are {', '.join(known)}"
             )
         return known[str(kind)]
     stored = {name for file in files for name in file.entries}
@@ -278,8 +279,8 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
         shorter = key == "sequence" and asked < known
         if asked != known and key not in TRAINING_KEYS and not shorter:
             raise ValueError(
-                f"--model.{key} {asked}: the model in {pretrained.path} has {known}; remove this "
-                "option"
+                f"--model.{key} {as_written(asked)}: the model in {pretrained.path} has "
+                f"{as_written(known)}; remove this option"
             )
     resolve(config, None)
     refuse([*untrainable(config)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.console.sanitize import as_written
 from hpc3d.model.layers import LayerNorm
 from hpc3d.ops.rotary import SCALINGS
 
@@ -124,7 +125,8 @@ class Settings(NamedTuple):
             elif ours in measured and settings.get(theirs, measured[ours]) != measured[ours]:
                 value = settings[theirs]
                 raise ValueError(
-                    f"{CONFIG}: {theirs} = {value!r}, but the weights have {measured[ours]}"
+                    f"{CONFIG}: {theirs} = {as_written(value)}, but the weights have "
+                    f"{measured[ours]}"
                 )
         rates = self.rates(settings)
         if rates and rates == rates[:1] * len(rates):
@@ -141,11 +143,13 @@ class Settings(NamedTuple):
         for key, value in settings.items():
             if key in self.fixed and value != self.fixed[key]:
                 only = self.fixed[key]
-                raise ValueError(f"{CONFIG}: {key} = {value!r}: only {only!r} is supported")
+                raise ValueError(
+                    f"{CONFIG}: {key} = {as_written(value)}: only {as_written(only)} is supported"
+                )
             if key not in known | self.fixed.keys() and value not in (None, _INACTIVE.get(key)):
                 raise ValueError(
-                    f"{CONFIG}: {key} = {value!r} is unknown; remove it if it does not affect the "
-                    "output of the model"
+                    f"{CONFIG}: {key} = {as_written(value)} is unknown; remove it if it does not "
+                    "affect the output of the model"
                 )
 
 
@@ -175,7 +179,9 @@ def _roberta_written(model: ModelConfig) -> dict[str, Any]:
 def _roberta_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     key, rows = "max_position_embeddings", model["sequence"] + 2
     if settings.get(key, rows) != rows:
-        raise ValueError(f"{CONFIG}: {key} = {settings[key]!r}, but the weights have {rows}")
+        raise ValueError(
+            f"{CONFIG}: {key} = {as_written(settings[key])}, but the weights have {rows}"
+        )
     return _bert_told(settings, model)
 
 
@@ -197,7 +203,7 @@ def _gpt2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
     gelu = _gelu_of(settings, "activation_function", GELU["tanh"])
     if settings.get("n_inner", 4 * model["hidden"]) != 4 * model["hidden"]:
         raise ValueError(
-            f"{CONFIG}: n_inner = {settings['n_inner']!r}: only 4 n_embd is supported"
+            f"{CONFIG}: n_inner = {as_written(settings['n_inner'])}: only 4 n_embd is supported"
         )
     heads = settings.get("n_head", settings.get("num_attention_heads"))
     return {"gelu": gelu, **({} if heads is None else {"heads": heads})}
@@ -267,7 +273,7 @@ def _window(settings: Mapping[str, Any]) -> int:
     window = settings.get("sliding_window")
     if window is not None and (type(window) is not int or window < 1):
         only = "must be a positive integer, or null for no window"
-        raise ValueError(f"{CONFIG}: sliding_window = {window!r}: {only}")
+        raise ValueError(f"{CONFIG}: sliding_window = {as_written(window)}: {only}")
     return window or 0
 
 
@@ -298,11 +304,14 @@ def _mixture_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     top_k, coefficient = model.get("top_k", 2), settings.get(_BALANCE, 0.001)
     if type(top_k) is not int or not 2 <= top_k <= model["experts"]:
         raise ValueError(
-            f"{CONFIG}: num_experts_per_tok = {top_k!r}: must be from 2 to {model['experts']}; "
-            "with 1, transformers sets the gate weight to 1, but hpc3d uses the router probability"
+            f"{CONFIG}: num_experts_per_tok = {as_written(top_k)}: must be from 2 to "
+            f"{model['experts']}; with 1, transformers sets the gate weight to 1, but hpc3d uses "
+            "the router probability"
         )
     if type(coefficient) not in (int, float) or not 0 <= coefficient <= _LARGEST:
-        raise ValueError(f"{CONFIG}: {_BALANCE} = {coefficient!r}: must be a nonnegative number")
+        raise ValueError(
+            f"{CONFIG}: {_BALANCE} = {as_written(coefficient)}: must be a nonnegative number"
+        )
     balance = coefficient * top_k / model["layers"]
     return {
         **{key: only for key, (only, _) in _OF_MIXTRAL.items() if key not in model},
@@ -344,7 +353,9 @@ def _gemma_written(model: ModelConfig) -> dict[str, Any]:
 def _gemma_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     name = settings.get("hidden_act", _GELU_OF_GEMMA)
     if name not in (_GELU_OF_GEMMA, "gelu"):  # transformers treats "gelu" as its tanh form
-        raise ValueError(f"{CONFIG}: hidden_act = {name!r}: only {_GELU_OF_GEMMA!r} is supported")
+        raise ValueError(
+            f"{CONFIG}: hidden_act = {as_written(name)}: only {_GELU_OF_GEMMA!r} is supported"
+        )
     return _llama_told({"head_dim": 256, **settings}, model)  # the default of transformers
 
 
@@ -374,7 +385,9 @@ def _gemma3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[
         rope["rope_local_base_freq"] = local["rope_theta"]
     every = told.get("sliding_window_pattern", told.get("_sliding_window_pattern", 6))
     if type(every) is not int or every < 1:
-        raise ValueError(f"{CONFIG}: sliding_window_pattern = {every!r}: must be positive")
+        raise ValueError(
+            f"{CONFIG}: sliding_window_pattern = {as_written(every)}: must be positive"
+        )
     layers, scalar = model["layers"], told["query_pre_attn_scalar"]
     kinds = told.get("layer_types", _layer_types(layers, every))
     return {
@@ -406,9 +419,9 @@ def _qwen2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
     used, first = settings.get("use_sliding_window", False), settings.get("max_window_layers", 28)
     if type(used) is not bool or (used and not window):
         only = "must be false, or true with a sliding_window"
-        raise ValueError(f"{CONFIG}: use_sliding_window = {used!r}: {only}")
+        raise ValueError(f"{CONFIG}: use_sliding_window = {as_written(used)}: {only}")
     if type(first) is not int:
-        raise ValueError(f"{CONFIG}: max_window_layers = {first!r}: must be an integer")
+        raise ValueError(f"{CONFIG}: max_window_layers = {as_written(first)}: must be an integer")
     full = min(max(first, 0), layers) if used else layers  # the first layers have no window
     usual = [_FULL] * full + [_SLIDING] * (layers - full)
     kinds = settings.get("layer_types", usual)
@@ -440,7 +453,7 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     name = "rope_parameters" if "rope_parameters" in settings else "rope_scaling"
     table = settings.get(name, {})
     if not isinstance(table, dict):
-        raise ValueError(f"{CONFIG}: {name} = {table!r}: must be a JSON object")
+        raise ValueError(f"{CONFIG}: {name} = {as_written(table)}: must be a JSON object")
     table = {"rope_theta": settings.get("rope_theta", 10000.0), **table}
     kind = str(table.pop("rope_type", table.pop("type", "default")))
     found = {"rope_theta": table.pop("rope_theta")}

@@ -21,7 +21,7 @@ from hpc3d.config.input_file import Config
 from hpc3d.config.package_data import INPUT, find
 from hpc3d.config.wrong_values import mark_wrong
 from hpc3d.console import small_files
-from hpc3d.console.sanitize import Problems, sanitized
+from hpc3d.console.sanitize import Problems, as_written, sanitized
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -254,7 +254,7 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{key}: unknown key; {hint(key, table=isinstance(first['input'], dict))}"
         yield from _foreign(key, first["input"])
         return
-    found = repr(first["input"])
+    found = as_written(first["input"])
     found = found if len(found) < 100 else f"{found[:100]} ..."
     said = [error["msg"].replace("valid array", "list") for error in errors]
     if first["type"] == "dataclass_type":

@@ -9,6 +9,7 @@ TOML strings.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from bisect import bisect
@@ -104,6 +105,13 @@ def counted(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith(('ch', 's', 'x')) else 's'}"
+
+
+def as_written(value: Any) -> str:
+    """Format a value of a JSON or TOML file for a message: null, true and false as in the file."""
+    if isinstance(value, str):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def nearest_values(values: Sequence[int], number: int) -> str:

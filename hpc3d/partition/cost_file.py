@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from hpc3d.console import small_files
-from hpc3d.console.sanitize import Problems
+from hpc3d.console.sanitize import Problems, as_written
 from hpc3d.partition.atom_graph import Atom, Graph, Value, contracted
 
 MOST_NODES, _MOST_LINES = 100_000, 20
@@ -94,7 +94,7 @@ def _explained(error):
     if error["loc"][-1:] in (("str",), ("int",)):
         return f"{key}: must be a string or an integer"
     reason = error["msg"][0].lower() + error["msg"][1:]
-    return known.get(error["type"], f"{key}: {reason}, not {error['input']!r:.60}")
+    return known.get(error["type"], f"{key}: {reason}, not {as_written(error['input']):.60}")
 
 
 def _wrong(found):

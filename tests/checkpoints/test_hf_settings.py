@@ -97,7 +97,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ({**WINDOW, "layer_types": [FULL, SLIDING] * 2}, "the layers with a window .* are not"),
         ({**WINDOW, "layer_types": [SLIDING] * 3}, "the layers with a window .* are not"),
         ({"layer_types": [SLIDING] * 4, "sliding_window": 9}, "the layers with a window"),
-        ({"use_sliding_window": True}, "use_sliding_window = True: must be false, or true with"),
+        ({"use_sliding_window": True}, "use_sliding_window = true: must be false, or true with"),
         ({"use_sliding_window": 1}, "use_sliding_window = 1: must be false, or true with"),
     ],
     ids=str,
@@ -140,8 +140,8 @@ PUBLISHED = {  # in the format of transformers 4
         ({"sliding_window": None}, {"window": 4096}),
         ({"layer_types": [FULL] * 4}, {"window": 0}),
         ({"layer_types": [FULL, SLIDING] * 2}, "the layers with a window .* are not"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: only None"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True: only"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: only null"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = true: only"),
         ({"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern = 0: must"),
         (
             {"rope_parameters": {**ROPES, SLIDING: ROPES[FULL]}},
@@ -219,8 +219,8 @@ def test_inactive_keys_of_published_config_json_files_are_accepted(settings, tol
 @pytest.mark.parametrize(
     ("settings", "told", "message"),
     [
-        (PHI3, {"attention_bias": True}, "attention_bias = True is unknown"),
-        (QWEN2, {"use_mrope": True}, "use_mrope = True is unknown"),
+        (PHI3, {"attention_bias": True}, "attention_bias = true is unknown"),
+        (QWEN2, {"use_mrope": True}, "use_mrope = true is unknown"),
         (GEMMA, {"hidden_act": "relu"}, "hidden_act = 'relu': only 'gelu_pytorch_tanh'"),
         (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is unknown"),
     ],
@@ -242,7 +242,7 @@ def test_gpt_neox_settings_map_to_model_settings():
     assert GPT_NEOX.model(settings, measured)["rope_fraction"] == 0.5
     del settings["rotary_pct"]
     assert GPT_NEOX.model(settings, measured)["rope_fraction"] == 0.25
-    with pytest.raises(ValueError, match="use_parallel_residual = False: only True is supported"):
+    with pytest.raises(ValueError, match="use_parallel_residual = false: only true is supported"):
         GPT_NEOX.model(settings | {"use_parallel_residual": False}, measured)
 
 
@@ -267,7 +267,7 @@ MIXTURE = ModelConfig("llama", **SIZES, experts=6, top_k=3, capacity=0.0, balanc
         ({"num_local_experts": 8}, "num_local_experts = 8, but the weights have 6"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: only 0.0 is"),
         ({"router_aux_loss_coef": -1}, "router_aux_loss_coef = -1: .* nonnegative"),
-        ({"router_aux_loss_coef": True}, "router_aux_loss_coef = True: .* nonnegative"),
+        ({"router_aux_loss_coef": True}, "router_aux_loss_coef = true: .* nonnegative"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': .* 'silu'"),
     ],
 )
@@ -326,8 +326,8 @@ def test_gpt2_config_json_maps_to_model_settings(told, found):
         ({"pooler_type": "first_token_transform"}, {"gelu": "tanh"}),
         ({"attention_probs_dropout_prob": 0.25}, {"dropout": None}),
         ({"hidden_act": "relu"}, "hidden_act = 'relu' is not .* gelu_new"),
-        ({"is_decoder": True}, "is_decoder = True: only False is"),
-        ({"add_cross_attention": True}, "add_cross_attention = True: only False is"),
+        ({"is_decoder": True}, "is_decoder = true: only false is"),
+        ({"add_cross_attention": True}, "add_cross_attention = true: only false is"),
         ({"type_vocab_size": 1}, "type_vocab_size = 1: only 2 is"),
         (
             {"position_embedding_type": "relative_key"},

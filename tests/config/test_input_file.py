@@ -19,7 +19,7 @@ SHIPPED = Path(__file__).parents[2] / "inputs" / "gpt-3d-64.toml"
     [
         ("train.steps", "many", "train.steps: ... 'many';"),
         ("train.steps", "2.5", "train.steps: ... 2.5;"),
-        ("train.steps", "true", "train.steps: ... True;"),
+        ("train.steps", "true", "train.steps: ... true;"),
         ("train.steps", '"20"', "train.steps: ... '20';"),
         ("train.clip", "[1]", "train.clip: ... [1];"),
         ("model.tied", "1", "model.tied: ... 1;"),

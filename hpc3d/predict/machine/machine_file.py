@@ -15,7 +15,7 @@ from typing import Any
 from hpc3d.config import deprecated_keys
 from hpc3d.config.load import literal, read
 from hpc3d.config.package_data import MACHINE, find
-from hpc3d.console.sanitize import Problems
+from hpc3d.console.sanitize import Problems, as_written
 from hpc3d.predict.machine.collective_costs import ALGORITHMS, Protocol
 from hpc3d.predict.machine.machine import (
     TYPES,
@@ -138,7 +138,7 @@ def _explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "unexpected_keyword_argument":
         return f"{key}: unknown key; {_hint(*error['loc'])}"
     reason = error["msg"].lower().replace("an object", "a table")
-    return f"{key}: {reason}, not {error['input']!r}; correct the value"
+    return f"{key}: {reason}, not {as_written(error['input'])}; correct the value"
 
 
 def _hint(*key: str) -> str:

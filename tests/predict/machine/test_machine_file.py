@@ -110,7 +110,7 @@ assert CROWDED.endswith("contention = 1.0\nhost_s = 0.0\n")
         ("peak =", "peek =", "gemm.float32.peek: ... peak?"),
         ("ranks = 0", "ranks = 64", "links.1.ranks = 64: ... 0"),
         ("ranks = 4\n", "ranks = 0\n", "links.0.ranks = 0: ... 2 (... 0"),
-        ("alpha_s = 2e-06", "alpha_s = true", "links.0.alpha_s: ... True"),
+        ("alpha_s = 2e-06", "alpha_s = true", "links.0.alpha_s: ... true"),
         ("alpha_s = 2e-06", "alpha_s = inf", "links.0.alpha_s = inf: ... 0"),
         ("\nbandwidth = 1", "\nbandwidth = -1", "links.0.bandwidth = -100000000000.0: "),
         ("ndwidth = 0.0", "ndwidth = -2.0", "links.0.node_bandwidth = -2.0: ... 0"),
