@@ -41,7 +41,7 @@ def test_chosen_matrix_is_listed_and_drawn(tmp_path, capsys):
         (["gpt-3d-8", "--mesh.x", "5"], "must be divisible by mesh.x"),
         (["gpt-3d-8", "--machine", "nowhere"], "nowhere"),
         (["gpt-3d-8", "--out", "layout.png"], "--out layout.png: the picture is an SVG file"),
-        (["gpt-3d-8", "--out", "/nowhere/layout.svg"], "/nowhere"),
+        (["gpt-3d-8", "--out", "/nowhere/layout.svg"], "hpc3d.layout: /nowhere: No such file"),
     ],
 )
 def test_bad_input_is_one_line(words, said, capsys):

@@ -73,7 +73,8 @@ def replacing(path: Path, crowded: bool = False) -> Iterator[Path]:
 
     If `path` is a device or a pipe, such as /dev/null, yield `path` itself, because it must not be
     replaced.  Set `crowded` if every rank writes to the folder.  The folder is then not searched
-    for temporary files of killed processes.
+    for temporary files of killed processes.  An OSError names `path` or its missing folder, not
+    the temporary path.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         with naming(path):
@@ -86,6 +87,10 @@ def replacing(path: Path, crowded: bool = False) -> Iterator[Path]:
             sync(temporary)
             os.replace(temporary, path)
             sync(path.parent)
+    except OSError as error:
+        if str(error.filename) == str(temporary):
+            error.filename = str(path if path.parent.is_dir() else path.parent)
+        raise
     finally:
         with suppress(OSError):  # the disk may have become read-only
             temporary.unlink(missing_ok=True)
