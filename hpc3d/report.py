@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from hpc3d import trace
@@ -23,7 +24,7 @@ from hpc3d.analyze.report import markdown, terminal
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
-from hpc3d.config.argument_types import real
+from hpc3d.config.argument_types import choice, real, several
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import reason_of, sanitized
 from hpc3d.console.small_files import naming
@@ -63,7 +64,8 @@ def parser() -> Parser:
     text = "write only tables (requires no packages except NumPy and h5py)"
     add("--tables", action="store_true", help=text)
     text = "also write the figures as files in these formats: svg, pdf, png"
-    add("--figures", type=_figure_formats, default=[], metavar="FORMAT,...", help=text)
+    figures = partial(several, partial(choice, _FIGURES))
+    add("--figures", type=figures, default=[], metavar="FORMAT,...", help=text)
     text = "width of the figure files, such as 84mm or 3.3in (default: 7.2in)"
     add("--width", type=_width, metavar="WIDTH", help=text)
     add("--step", type=int, help="training step to draw (default: the step of median duration)")
@@ -71,7 +73,8 @@ def parser() -> Parser:
     add("--peak", type=flops, metavar="FLOPS", help="peak FLOP/s of one rank (for MFU and HFU)")
     text = "also export the events as perfetto, pipit, hta (Holistic Trace Analysis) or otf2"
     text += " (Vampir), with up to 400 bytes per event"
-    add("--export", type=_formats, default=[], metavar="FORMAT,...", help=text)
+    formats = partial(several, partial(choice, [*FORMATS]))
+    add("--export", type=formats, default=[], metavar="FORMAT,...", help=text)
     text = "range of steps to export, or a single step (default: all steps)"
     add("--steps", type=_steps, default=(0, None), metavar="FIRST:LAST", help=text)
     add(
@@ -82,20 +85,6 @@ def parser() -> Parser:
     add("--print", action="store_true", help="print all tables")
     add("--json", action="store_true", help="print all tables as one JSON object on the last line")
     return parser
-
-
-def _formats(text):
-    formats = text.split(",")
-    if wrong := set(formats) - FORMATS.keys():
-        raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: use {', '.join(FORMATS)}")
-    return formats
-
-
-def _figure_formats(text):
-    formats = text.split(",")
-    if wrong := set(formats).difference(_FIGURES):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(wrong))}: use {', '.join(_FIGURES)}")
-    return formats
 
 
 def _width(text):
@@ -110,9 +99,9 @@ def _width(text):
 
 
 def _steps(text):
-    first, several, last = text.partition(":")
+    first, colon, last = text.partition(":")
     try:
-        return int(first or 0), int(last) if last else None if several else int(first)
+        return int(first or 0), int(last) if last else None if colon else int(first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text}: must be a step or range, such as 3:5") from None
 

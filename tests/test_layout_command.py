@@ -38,6 +38,7 @@ def test_chosen_matrix_is_listed_and_drawn(tmp_path, capsys):
     [
         (["gpt-text"], "gpt-text does not set mesh.x, mesh.y and mesh.z; add --ranks N"),
         (["gpt-3d-8", "--matrix", "w"], "--matrix w: the model has no such parameter"),
+        (["gpt-3d-8", "--matrix", ""], "--matrix '': the model has no such parameter"),
         (["gpt-3d-8", "--mesh.x", "5"], "must be divisible by mesh.x"),
         (["gpt-3d-8", "--machine", "nowhere"], "nowhere"),
         (["gpt-3d-8", "--out", "layout.png"], "--out layout.png: the picture is an SVG file"),

@@ -57,7 +57,8 @@ def find(word: str, kind: Kind) -> Path:
     near = get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ValueError(
-        f"{word}: {wrong}; {hint}specify a path, or one of {', '.join(sorted(known))}"
+        f"{word or repr(word)}: {wrong}; {hint}specify a path, or one of "
+        f"{', '.join(sorted(known))}"
     )
 
 

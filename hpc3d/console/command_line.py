@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
                 action.nargs == argparse.PARSER
             ):  # argparse cannot continue after an unknown subcommand
                 raise
-            self._problems.append(str(error))
+            self._problems.append(str(error).replace(": : ", ": '': "))  # an empty value
             return action.default
 
 

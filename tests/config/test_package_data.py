@@ -130,7 +130,7 @@ def test_folder_with_a_shipped_name_is_ignored(elsewhere):
             MACHINE,
             ".: is a folder; specify a path, or one of a100-selene, a100-vtrain, h100, ",
         ),
-        ("", INPUT, ": no such input; specify a path, or one of bert-64, "),
+        ("", INPUT, "'': no such input; specify a path, or one of bert-64, "),
         ("\0", INPUT, "\0: no such input; specify a path, or one of bert-64, "),
         ("x" * 5000, INPUT, "x" * 5000 + ": no such input; specify a path, or one of "),
         ("../inputs/gpt-3d-64", MACHINE, "../inputs/gpt-3d-64: no such machine; specify"),

@@ -155,8 +155,8 @@ class RankBlocks:
         if name not in found:
             near = get_close_matches(name, found, 3) or [*found][:3]
             raise ValueError(
-                f"--matrix {name}: the model has no such parameter; use, for example, "
-                f"{', '.join(near)}"
+                f"--matrix {name or repr(name)}: the model has no such parameter; use, for "
+                f"example, {', '.join(near)}"
             )
         return found[name]
 

@@ -28,7 +28,7 @@ def test_report_writes_the_formats_given_by_export(real, tmp_path, capsys):
     assert {each.name for each in (out / "exports").iterdir()} == {"perfetto.json", "hta"}
     assert report.main([path, path, *words, "pipit"]) == 0
     assert (out / "exports" / "2" / "pipit.csv").exists()
-    for wrong, why in (("otf", "otf: use perfetto, pipit, hta, otf2"),):
+    for wrong, why in (("otf", "otf: must be one of perfetto, pipit, hta, otf2"),):
         with pytest.raises(SystemExit):
             report.main([path, *words, wrong])
         assert why in capsys.readouterr().err

@@ -49,8 +49,9 @@ def test_run_labels_are_distinct(run, tmp_path, capsys):
         (["whole/trace/rank-00000-0000.npz"], "not an HDF5 file"),
         (["whole", "--out", "text"], r"text: cannot write there \(File exists\); .*--out"),
         (["whole", "--steps", "a"], "--steps: a: must be a step or range"),
-        (["whole", "--export", "x"], "--export: x: use perfetto"),
-        (["whole", "--figures", "svg,jpg"], "--figures: jpg: use svg, pdf, png"),
+        (["whole", "--export", "x"], "--export: x: must be one of perfetto"),
+        (["whole", "--figures", "svg,jpg"], "--figures: jpg: must be one of svg, pdf"),
+        (["whole", "--figures", ""], "--figures: '': must be one of svg, pdf, png"),
         (["whole", "--figures", "svg", "--tables"], "--figures cannot be combined with --tables"),
         (["whole", "--width", "84mm"], "--width is the width of figure files; add --figures"),
         *(
