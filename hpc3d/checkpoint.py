@@ -222,12 +222,9 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
         how = f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {options.output}"
         print(sanitized(f"tokenize texts with its tokenizer: {how}"))
     print(sanitized(f"written to {options.output}; continue with"))
-    text = f" --data.path {'tokens.h5' if known else 'TEXT'}"
-    rate = " --train.learning_rate 2e-5"  # the default is for training from scratch
-    further = {"--train.learning_rate": rate, "--data.path": text}
     given = {word.partition("=")[0] for word in settings}
-    how = "".join(words for key, words in further.items() if key not in given)
-    how = f"--resume {options.output} --checkpoint.every 100{how}"
+    text = "" if "--data.path" in given else f" --data.path {'tokens.h5' if known else 'TEXT'}"
+    how = f"--resume {options.output} --checkpoint.every 100{text}"
     print(sanitized(f"mpirun -np N python -m hpc3d.train {how}"))
     return {"run": str(options.output), "parameters": count, "tensors": len(shapes)}
 

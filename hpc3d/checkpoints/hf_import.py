@@ -39,6 +39,7 @@ _IGNORED = re.compile(
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
 )
 _FUSED = ".experts.gate_up_proj"
+_LEARNING_RATE = 2e-5  # default for pretrained models
 # TensorFlow names of LayerNorm parameters, as in the original BERT checkpoints.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -266,9 +267,11 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     """Return the configuration for training a pretrained model, with command-line options applied.
 
     The options may set undecided keys, keys that only affect training, and a shorter sequence.
-    Other model keys cannot be changed.
+    Other model keys cannot be changed. The default learning rate is lower than for training from
+    scratch, which would damage pretrained weights.
     """
-    tree = {"model": {**pretrained.model}, "train": {"dtype": pretrained.dtype}}
+    train = {"dtype": pretrained.dtype, "learning_rate": _LEARNING_RATE}
+    tree = {"model": {**pretrained.model}, "train": train}
     deprecated_keys.warn(override(tree, words))
     config = validate(tree)
     for key, reason in pretrained.undecided.items():

@@ -288,6 +288,12 @@ def test_any_config_json_is_accepted_or_rejected_with_one_line_per_problem(folde
         path.write_text(before)
 
 
+def test_pretrained_model_has_a_learning_rate_for_fine_tuning_by_default(files):
+    source = Pretrained(files())
+    assert configured(source, []).train.learning_rate == 2e-5
+    assert configured(source, ["--train.learning_rate", "1e-4"]).train.learning_rate == 1e-4
+
+
 def test_dropout_comes_from_config_json_or_the_command_line(files):
     source = files(told=dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.5))
     assert configured(Pretrained(source), []).model.dropout == 0.5

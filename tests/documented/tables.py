@@ -61,7 +61,7 @@ REDUCED = {
     r"train moe-gshard-64": f"-np 4 --mesh.d 1 --mesh.e 2 --mesh.x 1 --mesh.z 1 {SHORT}",
     r"train moe-text": f"{SAVED} --data.validation 0.005",
     r"train gpt-text": SAVED,
-    r"train --resume \S+( --train.(steps 40|learning_rate 2e-5)|$)": "-np 6 --train.steps 4",
+    r"train --resume \S+( --train.steps 40|$)": "-np 6 --train.steps 4",
     r"data\.md .*train --resume ": f"-np 2 --mesh.d 2 --train.batch 8 {SAVED}",
     r"--model.vocabulary 50304": "-np 2 --mesh.y 1 --mesh.z 1 --train.steps 1 --train.batch 2",
     r"--model.vocabulary 8192": f"{PLANE} {SHORT}",
