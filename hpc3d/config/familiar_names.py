@@ -91,6 +91,14 @@ _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> ad
         "during training"
     ),
     "bias": "use model.attention_bias and model.mlp_bias, or a model.kind with biases, as gpt2",
+    "always_save_checkpoint": (
+        "use checkpoint.every, with the value of train.eval_every; instead of False, use "
+        "checkpoint.keep_best"
+    ),
+    "log_interval log_freq logging_steps": (
+        "remove it: every step is logged, and sent to the trackers in run.trackers"
+    ),
+    "wandb_run_name run_name": "use name, the prefix of the folder in run.out",
     "bucket_cap reduce_bucket_size": "use parallel.bucket_mb, in megabytes",
     "min_lr_factor min_lr_ratio": "use train.min_learning_rate, which is an absolute rate",
     "warmup_ratio lr_warmup_fraction": "use train.warmup, in steps",
