@@ -69,9 +69,10 @@ def parser() -> Parser:
     verb("verify", verify, "verify checksums, and check tensors for gaps and overlaps")
     files = "FOLDER|FILE.safetensors"
     text = (
-        "export the parameters as a Hugging Face Transformers model (GPT-2, BERT, Llama, Qwen2, "
-        "Mistral or Mixtral): a folder with config.json, model.safetensors and the tokenizer of "
-        "the run, or a single safetensors file"
+        "export the parameters as a Hugging Face Transformers model of a family in "
+        "docs/hugging-face.md: a folder with config.json, model.safetensors and the tokenizer of "
+        "the run, or a single safetensors file. A float16 or bfloat16 run exports its float32 "
+        "master weights"
     )
     out = verb("export", export, text, output=files)
     out.add_argument("--force", action="store_true", help="replace an existing export")
@@ -177,7 +178,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     complain("checkpoint", wrong)
     special = run_tokenizer.special_ids(opened.folder)
     earlier = hf_export.earlier_files(options.output)
-    shapes = hf_export.export(opened, options.output, special)
+    arrays = hf_export.export(opened, options.output, special)
     alone = options.output.suffix == ".safetensors"
     module = "module" in opened.header
     files = [] if alone else run_tokenizer.export(opened.folder, options.output)
@@ -185,8 +186,10 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     for path in earlier:
         if path.name not in written:  # left over from an earlier export
             path.unlink()
-    count = sum(map(prod, shapes.values()))
-    print(sanitized(f"{opened.folder}: {count:,} parameters in {len(shapes)} tensors"))
+    count = sum(array.size for array in arrays.values())
+    dtypes = sorted({array.dtype.name for array in arrays.values()})
+    of_type = f"{len(arrays)} tensors of type {' and '.join(dtypes)}"
+    print(sanitized(f"{opened.folder}: {count:,} parameters in {of_type}"))
     for line in hf_export.notes(opened):
         print(sanitized(line))
     if not (alone or run_tokenizer.RULES in files or module):
@@ -197,7 +200,8 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
         "checkpoint": str(opened.folder),
         "step": opened.header["step"],
         "parameters": count,
-        "tensors": {name: [*shape] for name, shape in shapes.items()},
+        "dtypes": dtypes,
+        "tensors": {name: [*array.shape] for name, array in arrays.items()},
     }
 
 

@@ -259,7 +259,8 @@ def test_export_uses_the_newest_intact_checkpoint(run, tmp_path, capsys):
 
 def test_export_can_write_a_single_file(original, tmp_path, capsys):
     target = tmp_path / "new" / "weights.safetensors"
-    assert call(capsys, "export", original, "-o", target)[0] == 0
+    code, lines, _ = call(capsys, "export", original, "-o", target)
+    assert code == 0 and lines[0].endswith(": 29,712 parameters in 52 tensors of type float64")
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 

@@ -63,12 +63,12 @@ def earlier_files(target: Path) -> list[Path]:
 
 def export(
     opened: Checkpoint, target: Path, special: Mapping[str, int | None] | None = None
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, np.ndarray]:
     """Export the parameters of a checkpoint to a folder that `from_pretrained` can load.
 
     If `target` ends in .safetensors, only that file is written. For a torch module, only the
     weights are written, under the module's parameter names. `special` maps keys of config.json to
-    the token ids of a tokenizer. Returns a dict from array name to shape.
+    the token ids of a tokenizer. Returns a dict from name to array.
     """
     weights, *settings = _written_by(target)
     if config_of(opened).torch.factory:
@@ -89,7 +89,7 @@ def export(
     for path in settings:
         told = _settings_of(family, model, dtype) | (special or {})
         write_text(path, json.dumps(told, indent=2) + "\n")
-    return {name: array.shape for name, array in arrays.items()}
+    return arrays
 
 
 def notes(opened: Checkpoint) -> list[str]:
@@ -103,7 +103,7 @@ def notes(opened: Checkpoint) -> list[str]:
     ]
 
 
-def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ...]]:
+def _export_module(opened: Checkpoint, weights: Path) -> dict[str, np.ndarray]:
     """Export the weights of a torch module in a form that `load_state_dict` accepts.
 
     A tensor with several names is stored under each of its names.
@@ -117,7 +117,7 @@ def _export_module(opened: Checkpoint, weights: Path) -> dict[str, tuple[int, ..
         arrays[name] = value.reshape(module["shapes"][name])
     arrays |= {other: arrays[name].copy() for other, name in module["aliases"].items()}
     safetensors.write(weights, arrays)
-    return {name: array.shape for name, array in arrays.items()}
+    return arrays
 
 
 def _array_of(
