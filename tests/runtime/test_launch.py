@@ -173,6 +173,16 @@ def test_mpi_load_failure_of_a_single_rank_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == line
 
 
+def test_missing_mpi_library_is_one_line_with_the_package_to_install(tmp_path):
+    missing = surroundings() | {"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")}
+    command = [sys.executable, "-m", "hpc3d.train", "gpt-text"]
+    done = subprocess.run(command, env=missing, capture_output=True, text=True, check=False)
+    assert done.returncode == BAD_INPUT
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hpc3d.train: cannot load MPI library; ")
+    assert "python -m pip install 'hpc3d[mpi]', or run python -m hpc3d.doctor" in line
+
+
 @slow
 @pytest.mark.parametrize(
     "mode", ["terminated_in_mpi", "terminated_in_shared_memory", "terminated_at_work"]
