@@ -16,7 +16,7 @@ from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.arrays.pool import OFFLOADED
-from hpc3d.config.input_file import Config
+from hpc3d.config.input_file import Config, ModelConfig
 from hpc3d.config.load import flat, literal
 from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.console.small_files import naming
@@ -219,6 +219,7 @@ def layout_lines(config: Config, transport: str = "") -> Iterator[str]:
         f"through {through}; {parallel.sharding}{how}"
     )
     yield from offload_lines(config)
+    yield from _window_lines(config.model)
     if config.mesh.c > 1:
         yield f"context: {_context_line(config)}"
     if config.train.backend == "cupy":
@@ -230,6 +231,16 @@ def offload_lines(config: Config) -> Iterator[str]:
     if offload := config.parallel.offload:
         where = f"files in {gettempdir()}" if config.train.backend == "numpy" else "host memory"
         yield f"offload: {', '.join(offload)} to {where}"
+
+
+def _window_lines(model: ModelConfig) -> Iterator[str]:
+    """Yield a log line if model.window or model.global_every has no effect."""
+    if model.window >= model.sequence:
+        limit = f"the sequences have {counted(model.sequence, 'token')}"
+        yield f"window: model.window = {model.window} has no effect, because {limit}"
+    elif model.global_every > model.layers:
+        limit = f"the model has {counted(model.layers, 'block')}"
+        yield f"window: model.global_every = {model.global_every} has no effect, because {limit}"
 
 
 def _context_line(config: Config) -> str:

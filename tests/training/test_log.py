@@ -41,6 +41,26 @@ def test_context_parallelism_is_described(context, text):
 
 
 @pytest.mark.parametrize(
+    ("words", "key", "limit"),
+    [
+        ("", "", ""),
+        ("--model.window 63", "", ""),
+        ("--model.window 64", "model.window = 64", "the sequences have 64 tokens"),
+        ("--model.window 8 --model.global_every 2", "", ""),
+        (
+            "--model.window 8 --model.global_every 3",
+            "model.global_every = 3",
+            "the model has 2 blocks",
+        ),
+    ],
+)
+def test_window_without_effect_is_reported(words, key, limit):
+    config = resolve(load(None, words.split()), 1)
+    found = [line for line in layout_lines(config) if line.startswith("window")]
+    assert found == ([f"window: {key} has no effect, because {limit}"] if key else [])
+
+
+@pytest.mark.parametrize(
     ("words", "line"),
     [
         ("--parallel.scheme 3d", "scheme 3d: X[m_xy, k_z]  W[k_zx, n_y]  Y[m_xz, n_y]"),
