@@ -214,7 +214,7 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
     config = run_text.located(plan.config, run, checkpointed_texts(run) if run else None)
     data = config.data
     paths = [package_data.text_path(path) for path in data.paths()]
-    tokens = open_texts(paths, data.weights, None if run else data.tokenizer)
+    tokens = open_texts(paths, data.ratio(), None if run else data.tokenizer)
     if run:
         run_tokenizer.refuse_another(run, tokens)
     plan.config = config = _with_vocabulary(config, tokens, run)

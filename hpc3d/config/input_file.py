@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
-from math import gcd, inf, prod
+from math import gcd, inf, lcm, prod
 from typing import Annotated, Literal
 
 from hpc3d.comm.grid import AXES, Grid
@@ -346,9 +347,9 @@ class DataConfig:
     path: str | tuple[str, ...] = "inputs/corpus"
     """Training text: a text file, a folder of *.txt files, or a token file written by `hpc3d
     prepare`. A list of them is a mixture, whose parts must have the same tokenizer."""
-    weights: tuple[int, ...] | None = None
-    """Weights of a mixture, one integer per entry of path: with [2, 1], of each 3 sequences, 2 are
-    from the first entry. Default: all 1."""
+    weights: tuple[float, ...] | None = None
+    """Weights of a mixture, one positive number per entry of path: with [2, 1], of each 3
+    sequences, 2 are from the first entry; with [0.7, 0.3], of each 10, 7 are. Default: all 1."""
     tokenizer: Literal["byte", "bpe"] | None = None
     """byte has one token per byte value, 256 in total. bpe requires a token file that was created
     with a BPE tokenizer. Default: the tokenizer of the token file, or byte for text files."""
@@ -371,6 +372,15 @@ class DataConfig:
     def paths(self) -> tuple[str, ...]:
         """Return the paths of the training text, one per part of a mixture."""
         return (self.path,) if isinstance(self.path, str) else self.path
+
+    def ratio(self) -> list[int]:
+        """Return the weights of the texts as integers with the same ratio.
+
+        The conversion of decimal fractions is exact: [0.7, 0.3] becomes [7, 3].
+        """
+        parts = [Fraction(str(weight)) for weight in self.weights or [1] * len(self.paths())]
+        scale = lcm(*(part.denominator for part in parts))
+        return [int(part * scale) for part in parts]
 
     def document_end(self) -> int | None:
         """Return the ID of the token that ends a document, or `None` without boundaries.

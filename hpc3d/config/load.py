@@ -260,7 +260,7 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if first["type"] == "dataclass_type":
         yield f"{key}: must be a table, not {found}; write its keys below a line [{key}]"
         return
-    reasons = [each[0].lower() + each[1:] for each in said]
+    reasons = [*dict.fromkeys(each[0].lower() + each[1:] for each in said)]
     also = dict.fromkeys(reason.removeprefix("input should be ") for reason in reasons[1:])
     remedy = "correct the value"
     if "list" in reasons[-1] and str(first["input"]).startswith("["):

@@ -58,8 +58,11 @@ def _wrong_weights(data: DataConfig) -> Iterator[str]:
         key, parts = f"data.weights = {[*data.weights]}", counted(len(paths), "text")
         if len(data.weights) != len(paths):
             yield f"{key}: data.path has {parts}; set one weight per text"
-        elif not all(1 <= weight <= _MOST_WEIGHT for weight in data.weights):
-            yield f"{key}: each weight must be an integer from 1 to {_MOST_WEIGHT}"
+        elif not all(0 < weight < inf for weight in data.weights):
+            yield f"{key}: each weight must be a positive number"
+        elif max(data.ratio()) > _MOST_WEIGHT:
+            limit = f"as integers with the same ratio, the weights exceed {_MOST_WEIGHT}"
+            yield f"{key}: {limit}; use numbers with fewer digits"
 
 
 def _wrong_name(name: str) -> Iterator[str]:

@@ -13,9 +13,9 @@ from hpc3d.data.token_file import Tokens, open_tokens
 
 
 def open_texts(
-    paths: Sequence[str | Path], weights: Sequence[int] | None, tokenizer: str | None = None
+    paths: Sequence[str | Path], weights: Sequence[int], tokenizer: str | None = None
 ) -> Tokens:
-    """Open the texts at `paths`, and mix them by `weights` (default: all 1) if there are several.
+    """Open the texts at `paths`, and mix them by `weights` if there are several.
 
     Raises a one-line ValueError that begins with `data.path` if a text cannot be read, is in the
     mixture twice, or has another tokenizer than the first text.
@@ -37,7 +37,7 @@ def open_texts(
                 )
             known[part.sha256] = path
         opened.pop_all()
-    return mixed(parts, weights or [1] * len(parts))
+    return mixed(parts, weights)
 
 
 def mixed(parts: Sequence[Tokens], weights: Sequence[int]) -> Tokens:

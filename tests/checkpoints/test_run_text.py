@@ -194,7 +194,7 @@ def mixed(*names, validation=None):
 
 
 def of_mixture(config, run):
-    tokens = open_texts(config.data.paths(), None)
+    tokens = open_texts(config.data.paths(), config.data.ratio())
     return recorded(described(tokens, None), config, run)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc3d.config.input_file import DataConfig
 from hpc3d.config.load import load
 from hpc3d.config.resolve import resolve
 from tests.config.refused import problems
@@ -31,6 +32,14 @@ SHIPPED = Path(__file__).parents[2] / "inputs" / "gpt-3d-64.toml"
 def test_wrong_type_is_rejected(option, value, line):
     (said,) = problems(f"--{option}", value)
     assert re.match(elided(line), said)
+
+
+@pytest.mark.parametrize(
+    ("weights", "ratio"),
+    [(None, [1, 1]), ((2.0, 1.0), [2, 1]), ((0.7, 0.3), [7, 3]), ((1.5, 0.25), [6, 1])],
+)
+def test_weights_of_a_mixture_have_an_exact_ratio_of_integers(weights, ratio):
+    assert DataConfig(path=("a", "b"), weights=weights).ratio() == ratio
 
 
 def test_configuration_with_cached_splits_can_be_pickled():

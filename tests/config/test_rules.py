@@ -183,10 +183,18 @@ def test_unknown_rope_scaling_is_rejected(scaling):
         ),
         (["--data.separator", "2"], "data.separator = 2: only valid for data.boundaries = true"),
         (["--data.path", "[]"], "data.path must name at least one text"),
-        (["--data.weights", "[2, 1]"], "data.weights = [2, 1]: data.path has 1 text; set one"),
+        (["--data.weights", "[2, 1]"], "data.weights = [2.0, 1.0]: data.path has 1 text"),
         (
             ["--data.path", '["a", "b"]', "--data.weights", "[2, 0]"],
-            "data.weights = [2, 0]: each weight must be an integer from 1 to 1000",
+            "data.weights = [2.0, 0.0]: each weight must be a positive number",
+        ),
+        (
+            ["--data.path", '["a", "b"]', "--data.weights", "[0.3334, 0.6667]"],
+            "data.weights = [0.3334, 0.6667]: as integers with the same ratio, the weights exceed",
+        ),
+        (
+            ["--data.path", '["a", "b"]', "--data.weights", '["2", "1"]'],
+            "data.weights: input should be a valid number, not '2'",
         ),
         (["--model.global_every", "2"], "model.global_every = 2: only valid for model.window > 0"),
         (

@@ -147,7 +147,7 @@ def files(tmp_path):
 
 def test_text_listed_twice_is_rejected(files):
     with pytest.raises(ValueError, match=r"\Adata\.path: .*c\.txt .*a\.txt; .*data\.weights"):
-        open_texts([files / "a.txt", files / "b.txt", files / "c.txt"], None)
+        open_texts([files / "a.txt", files / "b.txt", files / "c.txt"], [1, 1, 1])
 
 
 def test_texts_with_different_tokenizers_are_rejected(files, bpe):
@@ -158,8 +158,8 @@ def test_texts_with_different_tokenizers_are_rejected(files, bpe):
 
 def test_opened_mixture_has_the_tokens_weights_and_tokenizer(files):
     paths = [files / "a.txt", files / "b.txt"]
-    with open_texts(paths, None) as mixed, open_texts(paths[:1], [3]) as one:
-        assert mixed.weights == (1, 1) and len(one.parts()) == 1
+    with open_texts(paths, [1, 2]) as mixed, open_texts(paths[:1], [3]) as one:
+        assert mixed.weights == (1, 2) and len(one.parts()) == 1
         assert bytes(mixed.read(0, len(mixed)).tolist()) == b"first\0second\0"
         with open_tokens(paths[1]) as second:
             assert mixed.made_by() == second.made_by() and second.sha256 in mixed.digests
