@@ -24,7 +24,8 @@ from hpc3d.analyze.report import markdown, terminal
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
-from hpc3d.config.argument_types import choice, real, several
+from hpc3d.config.argument_types import choice, integer, real, several
+from hpc3d.config.limits import INT32
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import reason_of, sanitized
 from hpc3d.console.small_files import naming
@@ -68,7 +69,9 @@ def parser() -> Parser:
     add("--figures", type=figures, default=[], metavar="FORMAT,...", help=text)
     text = "width of the figure files, such as 84mm or 3.3in (default: 7.2in)"
     add("--width", type=_width, metavar="WIDTH", help=text)
-    add("--step", type=int, help="training step to draw (default: the step of median duration)")
+    text = "training step to draw, from the newest trace of a run, or from TRACE.h5, such as"
+    text += " RUN_DIR/trace-1.h5 of an earlier attempt (default: the step of median duration)"
+    add("--step", type=integer(0, INT32), metavar="N", help=text)
     flops = real(lambda rate: 0 < rate < math.inf, "must be a positive rate, such as 1e12")
     add("--peak", type=flops, metavar="FLOPS", help="peak FLOP/s of one rank (for MFU and HFU)")
     text = "also export the events as perfetto, pipit, hta (Holistic Trace Analysis) or otf2"
