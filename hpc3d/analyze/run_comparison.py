@@ -153,14 +153,16 @@ def comparison_verdict(
         Result of `comparison_rows`.
     """
     for number, group in enumerate(groups[1:], 1):
-        parts = []
+        parts, pair = [], (groups[0], group)
         if speeds:
             parts = [_clause(speeds[number], speeds[0]), *_noise(speeds[number])]
         if len(group) == len(groups[0]) == 1:
             parts += _losses(runs[group[0]])
+        else:
+            parts += _mean_losses(*([runs[index]["loss"] for index in each] for each in pair))
         if parts:
-            named = parts[0] if speeds else f"{runs[group[0]]['run']}: {parts[0]}"
-            yield "; ".join([named, *parts[1:]])
+            label = "" if speeds else _label([runs[index]["run"] for index in group]) + ": "
+            yield label + "; ".join(parts)
 
 
 def _clause(row: _Row, first: _Row) -> str:
@@ -209,3 +211,22 @@ def _losses(row: _Row) -> Iterator[str]:
         yield f"losses agree to {difference:.0e} nat"
     else:
         yield f"losses differ by up to {difference:.2g} nat"
+
+
+def _mean_losses(first: Sequence[float | None], others: Sequence[float | None]) -> Iterator[str]:
+    """Yield a clause on the mean losses of two groups of seeds, if all losses are known.
+
+    The interval is Welch's interval of the difference of the means over the seeds.
+    """
+    if None in (*first, *others):
+        return
+    samples = np.array(first, float), np.array(others, float)
+    one, other = (float(sample.mean()) for sample in samples)
+    means = f"mean loss {other:.4f} instead of {one:.4f} nat"
+    if min(len(first), len(others)) == 1:
+        yield f"{means} (too few seeds for an interval)"
+        return
+    difference, margin = other - one, half_width(*samples)
+    low, high = difference - margin, difference + margin
+    same = "the losses agree within the noise of the seeds: " if low <= 0 <= high else ""
+    yield f"{same}{means} (95 % interval of the difference {low:.2g} to {high:.2g})"

@@ -18,6 +18,7 @@ from tests.analyze.report.by_hand import reported, write_run
 
 SIZES = {"batch": 8, "layers": 2, "hidden": 8, "heads": 2, "sequence": 4, "block_weights": 100}
 OTHER_WORK = "the step times of b and a are not compared, because their work differs"
+EQUAL = "mean loss 3.0000 instead of 3.0000 nat (95 % interval of the difference 0 to 0)"
 STEADY = np.array([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0])
 
 
@@ -128,12 +129,35 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
     times, groups = [1.0, 1.2, 0.9, 1.0], [[0, 1], [2, 3]]
     (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
     assert line.startswith("b (2 seeds) is as fast as a, 64 (2 seeds) within the noise: 15.5% fas")
-    assert "losses" not in line
+    assert line.endswith("; the losses agree within the noise of the seeds: " + EQUAL)
     steps = [np.tile(STEADY, 100) * each for each in times]
     _, row = speed_rows(runs, steps, groups, [None] * 4)
     logs = [np.log(each) for each in ([1.0, 1.2], [0.9, 1.0])]
     margin = half_width(*logs)
     assert row["speedup_high"] == pytest.approx((1.2 / 0.9) ** 0.5 * np.exp(margin))
+
+
+@pytest.mark.parametrize(
+    ("values", "groups", "said"),
+    [
+        (
+            [2.0, 2.02, 2.5, 2.52],
+            [[0, 1], [2, 3]],
+            "b (2 seeds): mean loss 2.5100 instead of 2.0100 nat "
+            "(95 % interval of the difference 0.44 to 0.56)",
+        ),
+        (
+            [2.0, 2.02, 2.5],
+            [[0, 1], [2]],
+            "b, 1: mean loss 2.5000 instead of 2.0100 nat (too few seeds for an interval)",
+        ),
+        ([2.0, None, 2.5, 2.52], [[0, 1], [2, 3]], None),
+    ],
+)
+def test_verdict_compares_the_mean_losses_of_groups_of_seeds(values, groups, said):
+    names = "a, 1", "a, 2", "b, 1", "b, 2"
+    rows = [losses(name, None, value) for name, value in zip(names, values, strict=False)]
+    assert [*comparison_verdict([], rows, groups)] == ([said] if said else [])
 
 
 def test_losses_of_a_group_of_seeds_are_averaged():
