@@ -155,6 +155,22 @@ PAPERS = (
         _schedule("zb-h1", "zb-h2", "zb-v"),
     ),
     Paper(
+        "qi2024",
+        "Qi, Penghui and Wan, Xinyi and Amar, Nyamdavaa and Lin, Min",
+        "Pipeline Parallelism with Controllable Memory",
+        2024,
+        "2405.15362",
+        _schedule("v-half", "v-min"),
+    ),
+    Paper(
+        "deepseek2024",
+        "{DeepSeek-AI}",
+        "DeepSeek-V3 Technical Report",
+        2024,
+        "2412.19437",
+        _schedule("dualpipe-v"),
+    ),
+    Paper(
         "rajbhandari2019",
         "Rajbhandari, Samyam and Rasley, Jeff and Ruwase, Olatunji and He, Yuxiong",
         "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hpc3d.pipeline.instruction import Instruction, Placement, from_pattern
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
-from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
+from hpc3d.pipeline.zero_bubble import dualpipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 
 ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"
 # Numbers of chunks per stage that layout searches try, if the schedule allows any number.
@@ -212,6 +212,9 @@ SCHEDULES = {
         Schedule("zb-h1", zb_h1, splits_backward=True, late_weights=1),
         Schedule("zb-h2", zb_h2, splits_backward=True, late_weights=2, on_request=True),
         Schedule("zb-v", zb_v, chunks=2, v_shaped=True, splits_backward=True),
+        Schedule("v-half", v_half, chunks=2, v_shaped=True, splits_backward=True),
+        Schedule("v-min", v_min, chunks=2, v_shaped=True, splits_backward=True),
+        Schedule("dualpipe-v", dualpipe_v, chunks=2, v_shaped=True, splits_backward=True),
         Schedule(
             "pipedream", pipedream, asynchronous=True, weights=Stashed, update_per_microbatch=True
         ),

@@ -6,7 +6,8 @@ stages, m the number of microbatches, i the zero-based stage index, and T_F, T_B
 times of the passes.
 """
 
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 
 from hpc3d.pipeline.instruction import Instruction, from_pattern
 
@@ -63,3 +64,87 @@ def _late_weights(warmup: int, lag: int, micros: int) -> Iterator[Instruction]:
     for done in range(micros):
         pattern += "F" * (warmup + done < micros) + "B" + "W" * (done >= lag)
     return from_pattern(pattern + "W" * min(lag, micros))
+
+
+def v_half(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
+    """V-Half: the placement of ZB-V with about half of its activation memory.
+
+    arXiv:2405.15362, section 3.  Microbatch k starts 6k passes after microbatch 0.  Relative to
+    this time, stage i starts its passes F, f, b and B at the times 2i, 3p-i-2, 3p+2i-1+s and
+    6p-i-2+s, where s is 3 if p is even and 0 otherwise; W and w fill the gaps.  Chunk 0 is
+    therefore in flight for a shorter time on later stages, and chunk 1 for a longer time.  At most
+    2 floor(p/2) + 2 chunks are in flight or wait for W.  If T_F = T_B = T_W = 1 per chunk, the
+    bubble is 7p/2 - 2 for even p and 7(p-1)/2 for odd p, compared with 6(p-1) under 1F1B.
+    """
+    shift = 3 * (stages % 2 == 0)
+    ends = 3 * stages + 2 * stage - 1 + shift, 6 * stages - stage - 2 + shift
+    return _repeated((2 * stage, 3 * stages - stage - 2, *ends), micros)
+
+
+def v_min(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
+    """V-Min: the placement of ZB-V with about a third of its activation memory.
+
+    arXiv:2405.15362, section 3.  The schedule has the structure of V-Half, with F, f, b and B at
+    the times i, 2p-i-1, 2p+i+s and 4p-i-1+s, where s is 2 if p is divisible by 3 and 0 otherwise.
+    At most 2 ceil((p+2)/3) chunks are in flight or wait for W.  If T_F = T_B = T_W = 1 per chunk,
+    the bubble is 4p-5, or 4p-3 if p is divisible by 3.  If the times differ, every period has
+    additional bubbles, more than under V-Half.
+    """
+    shift = 2 * (stages % 3 == 0)
+    ends = 2 * stages + stage + shift, 4 * stages - stage - 1 + shift
+    return _repeated((stage, 2 * stages - stage - 1, *ends), micros)
+
+
+def dualpipe_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
+    """DualPipeV: the placement of ZB-V; the backward pass is split only in the warm-up and drain.
+
+    The V-shaped form of DualPipe, the schedule of DeepSeek-V3 (arXiv:2412.19437), as published in
+    the repository of DualPipe.  In the warm-up, stage i runs 2(p-1-i) F passes, i+1 pairs (F f),
+    and p-1-i triples (b w f).  The steady phase repeats F b f B with full backward passes.  The
+    drain runs p-1-i triples (b f B) and i+1 pairs (b B), and splits the last p backward passes to
+    fill the bubble with their W.  At most 2p+1 chunks are in flight.  hpc3d runs both passes of a
+    pair one after another.  If T_F = T_B = T_W = 1 per chunk, the bubble is p-1.  With fewer than
+    2p microbatches, the schedule is that for 2p microbatches without the passes of the missing
+    microbatches.
+    """
+    below, filled = stages - 1 - stage, max(micros, 2 * stages)
+    pattern = "FF" * below + "Ff" * (stage + 1) + "iWf" * below
+    pattern += "FbfB" * (filled - 2 * stages + stage + 1) + "bfB" * below
+    drain = "bB" * (stage + 1)
+    pattern += drain[: stage + 1] + drain[stage + 1 :].replace("b", "i").replace("B", "I")
+    return _some(micros, pattern + "WI" * below + "W" * (stage + 1))
+
+
+def _repeated(offsets: Iterable[int], micros: int) -> Iterator[Instruction]:
+    """Return a stream that starts F, f, b and B of microbatch k at `offsets` + 6k.
+
+    At all other times, the oldest remaining W runs.
+    """
+    times = {
+        offset + 6 * mb: letter for letter, offset in zip("FfiI", offsets) for mb in range(micros)
+    }
+    pattern = [times.get(time, "W") for time in range(max(times) + 1)]
+    return _some(micros, [*pattern, *"W" * (2 * micros)])
+
+
+def _some(micros: int, pattern: Iterable[str]) -> Iterator[Instruction]:
+    """Convert letters to the passes of the first `micros` microbatches.
+
+    F and B are as in `from_pattern`.  I is a B with a W, and W stands for the oldest remaining W
+    of both chunks, or for nothing if none remains.
+    """
+    count: Counter[tuple[str, bool]] = Counter()
+    left: deque[Instruction] = deque()
+    for letter in pattern:
+        op, chunk = letter.upper().replace("I", "B"), letter.islower()
+        if letter != "W":
+            passed = Instruction(op, count[op, chunk], int(chunk))
+            count[op, chunk] += 1
+        elif left:
+            passed = left.popleft()
+        else:
+            continue
+        if letter in "Ii":
+            left.append(passed._replace(op="W"))
+        if passed.mb < micros:
+            yield passed

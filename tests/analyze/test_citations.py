@@ -95,7 +95,10 @@ def test_citation_file_lists_the_same_papers():
     listed = {
         each["title"]: (
             " and ".join(
-                f"{one['family-names']}, {one['given-names']}" for one in each["authors"]
+                f"{{{one['name']}}}"
+                if "name" in one
+                else f"{one['family-names']}, {one['given-names']}"
+                for one in each["authors"]
             ),
             each["year"],
             each.get("url", ""),

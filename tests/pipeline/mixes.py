@@ -64,6 +64,11 @@ p=2 d=2 schedule=zb-v chunks=2 microbatches=4 zero=0 clip=0
 p=4 d=2 schedule=zb-v chunks=2 microbatches=8 zero=1 layers=8
 p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=3 zero=2 overlap=false prefetch=true
 p=2 d=3 x=2 schedule=zb-v chunks=2 microbatches=4 zero=3 layers_per_stage=[0,1,2,1]
+p=4 d=2 schedule=v-half microbatches=6 zero=0 layers=8
+p=2 d=2 schedule=v-min microbatches=4 zero=0 bucket_mb=0
+p=3 d=2 schedule=v-min microbatches=4 zero=2 layers=8 overlap=false
+p=4 d=2 schedule=dualpipe-v microbatches=12 zero=0 layers=8
+p=2 d=2 schedule=dualpipe-v microbatches=6 zero=2 layers_per_stage=[0,1,2,1]
 p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=0
 p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=1 bucket_mb=0
 p=2 d=2 schedule=csv:{here}/by_hand.csv chunks=2 microbatches=4 zero=2 dropout=0.25
@@ -75,13 +80,13 @@ p=2 x=2 y=3 schedule=1f1b microbatches=4 scheme=2d recompute='["layernorm","mlp"
 p=3 d=2 z=2 schedule=gpipe microbatches=4 zero=3 hidden=30 heads=6
 p=2 d=2 x=4 schedule=interleaved chunks=2 microbatches=3 zero=2 scheme=1d chunked_products=3
 p=2 d=2 x=2 z=2 schedule=interleaved chunks=2 microbatches=3 zero=3 scheme=2.5d
-p=2 d=2 x=2 y=2 schedule=zb-v chunks=2 microbatches=3 zero=3 scheme=2d-summa hidden=30 heads=6
+p=2 d=2 x=2 y=2 schedule=v-half microbatches=3 zero=3 scheme=2d-summa hidden=30 heads=6
 p=2 d=2 x=2 schedule=1f1b microbatches=4 zero=1 order="x d p y z c e"
 d=2 x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence zero=1
 p=2 x=4 batch=6 sequence=4 schedule=zb-h1 microbatches=2 scheme=1d-sequence dropout=0.25
 x=2 y=2 z=2 schedule=none batch=4 microbatches=1 scheme=3d chunked_products=2
 p=2 x=2 z=2 schedule=1f1b microbatches=3 kind=llama kv_heads=4 ffn=48 tied=false
-p=2 d=2 y=2 schedule=interleaved microbatches=3 zero=3 kind=llama kv_heads=6 ffn=36 prefetch=true
+p=2 d=2 y=2 schedule=dualpipe-v microbatches=6 zero=3 kind=llama kv_heads=6 ffn=36 prefetch=true
 d=2 x=2 y=2 schedule=none microbatches=2 zero=1 scheme=2d-summa kind=llama ffn=60 dropout=0.25
 x=4 schedule=none batch=4 sequence=8 microbatches=2 scheme=1d-sequence kind=llama kv_heads=4
 d=2 x=2 z=2 schedule=none microbatches=2 zero=2 kind=qwen2 kv_heads=4 ffn=48 prefetch=true
@@ -89,7 +94,7 @@ schedule=none microbatches=4 attention=chunked dropout=0.25
 d=2 schedule=none microbatches=2 zero=1 attention=chunked kind=llama kv_heads=4 ffn=48
 c=2 schedule=none microbatches=2 sequence=4 recompute=selective
 p=2 c=2 x=2 z=2 schedule=1f1b microbatches=3 sequence=8 kind=llama kv_heads=4 ffn=48 tied=false
-p=2 d=2 c=2 schedule=zb-h1 microbatches=4 zero=1 sequence=4 bucket_mb=0.01
+p=2 d=2 c=2 schedule=v-half chunks=2 microbatches=4 zero=1 sequence=4 bucket_mb=0.01
 d=2 c=2 y=2 schedule=none microbatches=2 zero=3 sequence=4 context=all-to-all kind=llama ffn=48
 d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full prefetch=true
 c=3 x=2 schedule=none batch=12 microbatches=2 sequence=6 scheme=1d-sequence dropout=0.25
@@ -104,11 +109,11 @@ p=2 d=2 x=2 y=2 schedule=1f1b microbatches=3 zero=1 kind=qwen2 kv_heads=1 scheme
 d=2 y=4 z=2 schedule=none microbatches=2 zero=2 kind=llama kv_heads=2 ffn=48 dropout=0.25
 x=2 y=2 z=2 schedule=none microbatches=2 kind=qwen2 kv_heads=1 scheme=3d-broadcast
 p=2 x=2 z=2 schedule=1f1b microbatches=3 kind=bert padding=4 chunked_products=2
-p=2 d=2 y=2 z=2 schedule=zb-h1 microbatches=3 zero=3 kind=bert tied=false hidden=30 heads=6
+p=2 d=2 y=2 z=2 schedule=v-min microbatches=3 zero=3 kind=bert tied=false hidden=30 heads=6
 d=2 x=2 y=2 schedule=none microbatches=2 zero=2 scheme=2d-summa kind=bert dropout=0.25
 x=4 batch=4 sequence=8 schedule=none microbatches=2 scheme=1d-sequence kind=bert padding=4
 p=2 x=2 y=2 z=2 schedule=interleaved chunks=2 microbatches=4 scheme=3d-broadcast kind=bert
-p=2 d=2 x=2 schedule=zb-v chunks=2 microbatches=4 zero=1 scheme=1d kind=bert recompute=full
+p=2 d=2 x=2 schedule=v-min chunks=2 microbatches=4 zero=1 scheme=1d kind=bert recompute=full
 d=2 x=2 z=2 schedule=none microbatches=3 scheme=2.5d kind=bert recompute=selective padding=4
 d=2 c=2 y=2 schedule=none microbatches=2 zero=1 sequence=8 kind=bert padding=4 dropout=0.25
 p=2 c=4 x=2 schedule=zb-h1 microbatches=3 sequence=8 context=both ulysses=2 kind=bert padding=4
@@ -145,7 +150,7 @@ e=2 schedule=none microbatches=2 experts=4 top_k=2 capacity=1 shared_experts=1
 d=2 e=2 schedule=none microbatches=2 zero=1 experts=4 top_k=2 balance_bias=0.01
 e=2 x=2 y=2 z=2 schedule=none microbatches=3 experts=4 top_k=2 capacity=1
 p=2 e=2 x=2 z=2 schedule=1f1b microbatches=3 experts=4 kind=llama ffn=48 top_k=2 moe_every=2
-p=2 d=2 e=2 schedule=zb-h1 microbatches=4 zero=1 experts=4 bucket_mb=0.01 balance_bias=0.01
+p=2 d=2 e=2 schedule=dualpipe-v microbatches=4 zero=1 experts=4 bucket_mb=0.01 balance_bias=0.01
 d=2 e=2 x=2 schedule=none microbatches=2 zero=2 experts=4 capacity=0 recompute='["mlp_act"]'
 d=2 e=2 y=2 schedule=none microbatches=2 zero=3 experts=4 shared_experts=1 hidden=30 heads=6
 e=3 x=4 schedule=none batch=12 microbatches=1 scheme=1d experts=6 kind=llama kv_heads=2 ffn=48
@@ -168,7 +173,7 @@ e=2 x=4 schedule=none batch=8 sequence=8 microbatches=2 scheme=1d-sequence exper
 c=2 y=4 z=2 schedule=none batch=4 sequence=8 microbatches=2 experts=4 top_k=2 capacity=0
 d=4 shard=2 schedule=none microbatches=2 zero=1 bucket_mb=0.01
 d=4 shard=2 x=2 schedule=none microbatches=3 zero=3 scheme=1d prefetch=true hidden=30 heads=6
-p=2 d=4 shard=2 schedule=zb-h1 microbatches=3 zero=2 tied=false gelu=exact
+p=2 d=4 shard=2 schedule=v-half chunks=2 microbatches=3 zero=2 tied=false gelu=exact
 d=4 shard=1 schedule=none microbatches=2 zero=3 overlap=false
 d=6 shard=3 schedule=none microbatches=2 zero=3 dropout=0.25 hidden=20 heads=10
 d=4 shard=2 c=2 schedule=none microbatches=2 zero=2 sequence=4 recompute=full

@@ -99,7 +99,7 @@ def test_every_schedule_runs_each_pass_once(name):
             for op in "FBW":
                 found = [tuple(i[1:]) for i in stream if i.op == op]
                 assert len(found) == len(set(found))
-                assert set(found) == every or (op == "W" and not found)
+                assert set(found) == every or (op == "W" and set(found) < every)
 
 
 @pytest.mark.parametrize(

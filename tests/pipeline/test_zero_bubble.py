@@ -4,7 +4,9 @@ from collections import Counter
 
 import pytest
 
+from hpc3d.pipeline.instruction import whole
 from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.timeline import Cost, timeline
 from tests.pipeline.test_schedule import text
 
 
@@ -35,3 +37,56 @@ def test_delayed_weight_inputs_of_zero_bubble_schedules(p):
                 waiting += [done["B"] - done["W"]] * (op == "B")
                 done[op] += 1
             assert max(waiting) == lag * stage
+
+
+def kept(stream):
+    """Return the peak number of chunks from F to the end of the full backward pass, or of W."""
+    split = {each[1:] for each in stream if each.op == "W"}
+    peak = now = 0
+    for op, *which in stream:
+        now += (op == "F") - (op == "W" or (op == "B" and tuple(which) not in split))
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 12, 15])
+@pytest.mark.parametrize("rounds", [2, 5])
+def test_bubble_and_memory_of_v_schedules_match_the_formulas(p, rounds):
+    """Each chunk has passes of one second. The bubble is that of the stage with the most."""
+    half, least = 7 * p / 2 - 2 if p % 2 == 0 else 7 * (p - 1) / 2, 4 * p - 5 + 2 * (p % 3 == 0)
+    expected = {
+        "v-half": (half, 2 * (p // 2) + 2),
+        "v-min": (max(0, least), 2 * -(-(p + 2) // 3)),
+        "dualpipe-v": (p - 1, 2 * p + 1),
+    }
+    for name, found in expected.items():
+        streams, placement = instruction_streams(name, p, rounds * p, 2)
+        rows = timeline(streams, placement, Cost(2, 2, 2))
+        bubble = max(row[-1][1] - row[0][0] for row in rows) - 6 * rounds * p
+        assert (bubble, max(map(kept, streams))) == found, name
+
+
+def theirs(schedules, stages, micros, rank):
+    """Return torch's passes of a rank; D is a full backward pass."""
+    schedule = object.__new__(schedules.ScheduleDualPipeV)
+    schedule.pp_group_size, schedule._n_microbatches = stages, micros
+    actions = schedule._calculate_single_rank_operations(rank)
+    letters = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "D"}
+    return [
+        (
+            letters[each.computation_type.name],
+            each.microbatch_index,
+            int(each.stage_index >= stages),
+        )
+        for action in actions
+        for each in action.sub_actions or (action,)
+    ]
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 6])
+def test_dualpipe_v_equals_the_schedule_of_torch(p):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for micros in (2 * p, 4 * p + 3):
+        for stage, stream in enumerate(instruction_streams("dualpipe-v", p, micros, 2)[0]):
+            found = [(op.replace("BW", "D"), mb, chunk) for op, mb, chunk in whole(stream)]
+            assert found == theirs(schedules, p, micros, stage)
