@@ -6,6 +6,7 @@ An unknown key is an error, because it may change the output of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import log
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.console.sanitize import as_written
@@ -27,16 +28,21 @@ _FUNCTIONS = {
     "gelu_fast": "tanh",
     "gelu_python": "exact",
 }
+_LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _SCALING = {  # maps keys of model.rope_scaling to those of config.json
     "factor": "factor",
     "low": "low_freq_factor",
     "high": "high_freq_factor",
-    "original": "original_max_position_embeddings",
+    "original": _ORIGINAL,
     "fast": "beta_fast",
     "slow": "beta_slow",
     "attention": "attention_factor",
+    "short": "short_factor",
+    "long": "long_factor",
 }
 _DYNAMIC = "dynamic"  # type of RoPE scaling without a length of its own in config.json
+_YARN, _LONGROPE = "yarn", "longrope"
+_MSCALES = "mscale", "mscale_all_dim"  # YaRN parameters: the default of attention_factor
 _OF_MIXTRAL = {  # maps [model] keys to (value required by Mixtral, description)
     "shared_experts": (0, "no shared experts"),
     "moe_every": (1, "experts in every block"),
@@ -229,13 +235,13 @@ def _rope_written(model: ModelConfig) -> dict[str, Any]:
     kind = ours.pop("type")
     if "original" in ours:
         ours["original"] = int(ours["original"])
-    length = {"max_position_embeddings": ours.pop("original")} if kind == _DYNAMIC else {}
+    length = {_LENGTH: ours.pop("original")} if kind == _DYNAMIC else {}
     scaling = {_SCALING[key]: value for key, value in ours.items()}
     return {**length, "rope_scaling": {"rope_type": kind, **scaling}}
 
 
 def _llama_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    for theirs in ("num_attention_heads", "max_position_embeddings"):
+    for theirs in ("num_attention_heads", _LENGTH):
         if theirs not in settings:
             raise ValueError(f"{CONFIG} is missing or does not contain {theirs}")
     heads, width = settings["num_attention_heads"], settings.get("head_dim")
@@ -403,7 +409,26 @@ def _olmo2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
 
 
 def _phi3_written(model: ModelConfig) -> dict[str, Any]:
-    return {**_mistral_written(model), "partial_rotary_factor": model.rope_fraction}
+    written = {**_mistral_written(model), "partial_rotary_factor": model.rope_fraction}
+    scaling = written["rope_scaling"] or {}
+    if scaling and scaling["rope_type"] != _LONGROPE:
+        raise ValueError(
+            f"model.rope_scaling has the type {scaling['rope_type']}: Phi3ForCausalLM in "
+            f"transformers has only {_LONGROPE}; train with this type, or without rope_scaling"
+        )
+    return written | {key: value for key, value in scaling.items() if key == _ORIGINAL}
+
+
+def _phi3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert config.json. Older files name the type "su" or "yarn", as `transformers` accepts."""
+    told = {_ORIGINAL: 4096, **settings}  # with the default of transformers
+    name = "rope_parameters" if "rope_parameters" in told else "rope_scaling"
+    table = told.get(name)
+    if isinstance(table, dict):
+        kind = table.get("rope_type", table.get("type"))
+        kind = _LONGROPE if kind in ("su", _YARN) else kind
+        told[name] = {**table, "rope_type": kind or "default"}
+    return _mistral_told(told, model)
 
 
 def _qwen2_written(model: ModelConfig) -> dict[str, Any]:
@@ -454,7 +479,8 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     table = settings.get(name, {})
     if not isinstance(table, dict):
         raise ValueError(f"{CONFIG}: {name} = {as_written(table)}: must be a JSON object")
-    table = {"rope_theta": settings.get("rope_theta", 10000.0), **table}
+    set_keys = {key: value for key, value in table.items() if value is not None}
+    table = {"rope_theta": settings.get("rope_theta", 10000.0), **set_keys}
     kind = str(table.pop("rope_type", table.pop("type", "default")))
     found = {"rope_theta": table.pop("rope_theta")}
     share = table.pop("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
@@ -462,19 +488,46 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
         found["rope_fraction"] = share
     if kind == "default" and not table:
         return found
-    form, ours = SCALINGS.get(kind), {}
-    for key in (*form.keys, *form.others) if form else ():
-        if _SCALING[key] in table:
-            ours[key] = table.pop(_SCALING[key])
+    if kind not in ("default", *SCALINGS):
+        raise ValueError(
+            f"{CONFIG}: rope_type = {kind!r} is not supported; use default, {', '.join(SCALINGS)}"
+        )
+    form = SCALINGS.get(kind)
+    keys = [_SCALING[key] for key in (*form.keys, *form.others)] if form else []
+    scaling = _scaling(kind, table, settings)
+    if surplus := sorted(scaling.keys() - keys):
+        known = f"the parameters {', '.join(keys)}" if keys else "no parameters"
+        raise ValueError(
+            f"{CONFIG}: rope_type = {kind!r} with {', '.join(surplus)} is not supported; this "
+            f"type has {known}"
+        )
+    ours = {key: scaling[theirs] for key, theirs in _SCALING.items() if theirs in scaling}
+    return {**found, "rope_scaling": {"type": kind, **ours}}
+
+
+def _scaling(kind: str, table: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of RoPE scaling with the values that `transformers` derives.
+
+    `table` contains the parameters in config.json, and `settings` its other keys.
+    """
+    found = {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
+    length, scales = settings.get(_LENGTH), [found.get(key, 0) for key in _MSCALES]
     if kind == _DYNAMIC:
-        ours["original"] = settings["max_position_embeddings"]
-    if form and not table:
-        return {**found, "rope_scaling": {"type": kind, **ours}}
-    keys = f" with {', '.join(sorted(table))}" if kind in ("default", *SCALINGS) else ""
-    raise ValueError(
-        f"{CONFIG}: rope_type = {kind!r}{keys} is not supported; use default, "
-        f"{', '.join(SCALINGS)}"
-    )
+        found[_ORIGINAL] = length
+    elif kind == _LONGROPE:
+        original = found[_ORIGINAL] = settings.get(_ORIGINAL, found.get(_ORIGINAL, length))
+        if _is_size(length) and _is_size(original) and original:
+            found.setdefault("factor", max(1.0, length / original))
+    elif kind == _YARN and all(map(_is_size, scales)):
+        found = {key: value for key, value in found.items() if key not in _MSCALES}
+        if all(scales) and _is_size(found.get("factor")):
+            above, below = (0.1 * scale * log(max(1.0, found["factor"])) + 1 for scale in scales)
+            found.setdefault("attention_factor", above / below)
+    return found
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) in (int, float) and value >= 0
 
 
 GPT2 = Settings(
@@ -547,10 +600,9 @@ PHI3 = LLAMA._replace(
     sizes=_PLAIN,
     fixed={"hidden_act": "silu"},
     dropouts=("resid_pdrop", "embd_pdrop", "attention_dropout"),
-    others=LLAMA.others
-    | {"original_max_position_embeddings", "partial_rotary_factor", "sliding_window"},
+    others=LLAMA.others | {_ORIGINAL, "partial_rotary_factor", "sliding_window"},
     written=_phi3_written,
-    told=_mistral_told,
+    told=_phi3_told,
     windows=frozenset({"window"}),
 )
 

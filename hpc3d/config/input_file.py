@@ -280,13 +280,13 @@ class ModelConfig:
 """
     rope_fraction: Annotated[float, MoreThan(0), AtMost(1), _of_kinds("rope_fraction")] = 1.0
     """Fraction of the features of an attention head that RoPE rotates (partial rotary factor)."""
-    rope_scaling: Annotated[dict[str, float | str] | None, _of_kinds("rope_scaling")] = field(
-        default=None, hash=False
-    )
-    """RoPE scaling for long sequences. Its type is linear, dynamic, yarn or llama3 (default), as
-    rope_type in Hugging Face configurations. The other parameters are the scaling factor, the
-    original context length in tokens, and those of the type (docs/models.md). Example: { type =
-    "llama3", factor = 8, low = 1, high = 4, original = 8192 }. Default: none."""
+    rope_scaling: Annotated[
+        dict[str, float | str | tuple[float, ...]] | None, _of_kinds("rope_scaling")
+    ] = field(default=None, hash=False)
+    """RoPE scaling for long sequences. Its type is linear, dynamic, yarn, longrope or llama3
+    (default), as rope_type in Hugging Face configurations. The other parameters are the scaling
+    factor, the original context length in tokens, and those of the type (docs/models.md). Example:
+    { type = "llama3", factor = 8, low = 1, high = 4, original = 8192 }. Default: none."""
     query_scalar: Annotated[int | None, AtLeast(1), AtMost(2**20), _of_kinds("query_scalar")] = (
         None
     )

@@ -94,33 +94,51 @@ def _wrong_scaling(model: ModelConfig) -> Iterator[str]:
     """Report an unknown type of RoPE scaling, and invalid parameters."""
     if model.rope_scaling is None:
         return
-    key, given = f"model.rope_scaling = {model.rope_scaling}", {**model.rope_scaling}
+    key, given = f"model.rope_scaling = {model.rope_scaling!s:.100}", {**model.rope_scaling}
     kind = given.pop("type", "llama3")
     if kind not in SCALINGS:
         yield f"{key}: unknown type {kind!r}; use {', '.join(SCALINGS)}"
         return
     needed, others = SCALINGS[kind].keys, SCALINGS[kind].others
-    numbers = {name: value for name, value in given.items() if not isinstance(value, str)}
-    if not {*needed} <= numbers.keys() == given.keys() <= {*needed, *others}:
+    lists = [name for name in needed if name in ("short", "long")]
+    wrong = [
+        name
+        for name, value in given.items()
+        if isinstance(value, str) or isinstance(value, tuple) != (name in lists)
+    ]
+    if wrong or not {*needed} <= given.keys() <= {*needed, *others}:
         optional = f", and optionally {', '.join(others)}," if others else ""
         names = f"the keys {', '.join(needed)}{optional} and no others"
-        yield f"{key}: type {kind} must have {names}, each with a number"
-    elif not 1 <= numbers["factor"] < inf:
+        form = f"{' and '.join(lists)} with a list, the others" if lists else "each"
+        yield f"{key}: type {kind} must have {names}, {form} with a number"
+    elif not 1 <= given["factor"] < inf:
         yield f"{key}: factor must be at least 1"
-    elif not 1 <= numbers.get("original", 1) < inf:
+    elif not 1 <= given.get("original", 1) < inf:
         yield f"{key}: original, a number of tokens, must be at least 1"
     else:
-        yield from _wrong_limits(key, Rotation(model.rope_theta, **numbers, type=kind))
+        rotation = Rotation(model.rope_theta, **given, type=kind, share=model.rope_fraction)
+        yield from _wrong_limits(key, rotation, model.head_width)
 
 
-def _wrong_limits(key: str, rotation: Rotation) -> Iterator[str]:
-    """Report frequency limits in the wrong order, and values with which YaRN is undefined."""
+def _wrong_limits(key: str, rotation: Rotation, width: int) -> Iterator[str]:
+    """Report frequency limits in the wrong order, and values with which a type is undefined.
+
+    `width` is the number of features of a head.
+    """
+    pairs, kind = rotation.rotated(width) // 2, rotation.type
     if not (0 < rotation.low < rotation.high < inf and 0 < rotation.slow < rotation.fast < inf):
         yield f"{key}: 0 < low < high and 0 < slow < fast must hold"
+    elif rotation.original == 1 < rotation.factor and "long" in SCALINGS[kind].keys:
+        yield f"{key}: type {kind} needs an original length of at least 2 tokens"
     elif not 0 < rotation.amplitude < inf:
         yield f"{key}: attention must be positive"
-    elif SCALINGS[rotation.type].amplifies and rotation.base == 1:
-        yield f"{key}: type {rotation.type} needs model.rope_theta above 1"
+    elif SCALINGS[kind].attention and rotation.base == 1:
+        yield f"{key}: type {kind} needs model.rope_theta above 1"
+    for name in {"short", "long"}.intersection(SCALINGS[kind].keys):
+        numbers = getattr(rotation, name)
+        if len(numbers) != pairs or not all(0 < each < inf for each in numbers):
+            what = f"{pairs} positive numbers, one for each pair of rotated features of a head"
+            yield f"{key}: {name} must have {what}; it has {len(numbers)} numbers"
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:

@@ -121,9 +121,7 @@ LLAMA = Family(
     vectors=partial(_final_norm, centred=RMSNorm.centred),
 )
 
-PHI3 = replace(
-    LLAMA, kind="phi3", keys=(_ROPE_KEYS | {"rope_fraction"}) - {"rope_scaling", "head_dim"}
-)
+PHI3 = replace(LLAMA, kind="phi3", keys=(_ROPE_KEYS | {"rope_fraction"}) - {"head_dim"})
 
 QWEN2 = replace(LLAMA, kind="qwen2", keys=_ROPE_KEYS, biased=frozenset({"qkv"}))
 

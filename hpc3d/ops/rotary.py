@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from math import ceil, floor, log, pi
+from math import ceil, floor, log, pi, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,9 +27,9 @@ class Rotation(NamedTuple):
     frequencies for longer sequences, as the function `type` in SCALINGS does; 1 disables the
     scaling. `original` is the sequence length without scaling, and `sequence` with scaling.
 
-    "llama3" uses `low` and `high`, and "yarn" uses `fast` and `slow`. "yarn" also multiplies q and
-    k by `attention`, by default 0.1 ln(factor) + 1 (Peng et al. 2023, equation 22). The rotated
-    features of q and k are also multiplied by `gain`.
+    "llama3" uses `low` and `high`, "yarn" uses `fast` and `slow`, and "longrope" uses `short` and
+    `long`, which contain a divisor for each pair. "yarn" and "longrope" also multiply q and k by
+    `attention`. The rotated features of q and k are also multiplied by `gain`.
     """
 
     base: float = 10000.0
@@ -44,6 +44,8 @@ class Rotation(NamedTuple):
     sequence: int = 0
     share: float = 1.0
     gain: float = 1.0
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
 
     def rotated(self, width: int) -> int:
         """Return the number of rotated features of a head with `width` features."""
@@ -53,15 +55,16 @@ class Rotation(NamedTuple):
         """Return the frequencies of the rotated pairs of a head, in radians per position."""
         rotated = self.rotated(width)
         plain = np.exp(-log(self.base) / rotated * np.arange(0, rotated, 2))
-        return plain if self.factor == 1.0 else SCALINGS[self.type].frequencies(self, plain)
+        unscaled = self.factor == 1.0 and not self.short
+        return plain if unscaled else SCALINGS[self.type].frequencies(self, plain)
 
     @property
     def amplitude(self) -> float:
         """Factor by which q and k are multiplied."""
-        if not SCALINGS[self.type].amplifies:
+        usual = SCALINGS[self.type].attention
+        if usual is None:
             return self.gain
-        unset = self.attention is None
-        return self.gain * (0.1 * log(self.factor) + 1 if unset else self.attention)
+        return self.gain * (usual(self) if self.attention is None else self.attention)
 
 
 def _linear(rotation, plain):
@@ -103,24 +106,47 @@ def _yarn(rotation, plain):
     return scaled * plain / rotation.factor + (1 - scaled) * plain
 
 
+def _yarn_attention(rotation):
+    """Return the default of `attention` (Peng et al. 2023, equation 22)."""
+    return 0.1 * log(rotation.factor) + 1
+
+
+def _longrope(rotation, plain):
+    """Divide each frequency by a number of its own (LongRoPE, arXiv:2402.13753).
+
+    The divisors are `long` for sequences longer than the original ones, otherwise `short`.
+    """
+    stretched = rotation.sequence > rotation.original
+    return plain / np.array(rotation.long if stretched else rotation.short)
+
+
+def _longrope_attention(rotation):
+    """Return the default of `attention` (Abdin et al. 2024, arXiv:2404.14219)."""
+    factor = rotation.factor
+    return sqrt(1 + log(factor) / log(rotation.original)) if factor > 1 else 1.0
+
+
 class Scaling(NamedTuple):
     """Type of RoPE scaling: (rotation, unscaled frequencies) -> frequencies, and its parameters.
 
-    `keys` are the required parameters, fields of `Rotation`, and `others` the optional ones. If
-    `amplifies` is True, q and k are multiplied by a factor.
+    `keys` are the required parameters, fields of `Rotation`, and `others` the optional ones.
+    `attention` returns the default factor of q and k, unless the type has no such factor.
     """
 
     frequencies: Callable[[Rotation, np.ndarray], np.ndarray]
     keys: tuple[str, ...]
     others: tuple[str, ...] = ()
-    amplifies: bool = False
+    attention: Callable[[Rotation], float] | None = None
 
 
 SCALINGS = {
     "linear": Scaling(_linear, ("factor",)),
     "dynamic": Scaling(_dynamic, ("factor", "original")),
     "llama3": Scaling(_llama3, ("factor", "low", "high", "original")),
-    "yarn": Scaling(_yarn, ("factor", "original"), ("fast", "slow", "attention"), True),
+    "yarn": Scaling(_yarn, ("factor", "original"), ("fast", "slow", "attention"), _yarn_attention),
+    "longrope": Scaling(
+        _longrope, ("factor", "original", "short", "long"), ("attention",), _longrope_attention
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from math import e
 
 import pytest
 
@@ -24,6 +25,7 @@ from hpc3d.model.families import with_epsilon
 SIZES = {"layers": 4, "hidden": 24, "heads": 12, "kv_heads": 4, "sequence": 3, "vocabulary": 29}
 MODEL = ModelConfig("llama", **SIZES)
 BERT_MODEL = ModelConfig("bert", layers=4, hidden=24, heads=12, sequence=3, vocabulary=29)
+YARN, MSCALES = {"type": "yarn", "factor": e}, {"mscale": 1.0, "mscale_all_dim": 0.5}
 PARAMETERS = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 2.0, "low_freq_factor": 3.0}
 
 
@@ -58,13 +60,47 @@ PARAMETERS = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 2.0, "low_fr
             {"max_position_embeddings": None},
             "config.json is missing or .* max_position_embeddings",
         ),
-        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su' is not .*llama3, yarn$"),
-        ({"rope_scaling": {"rope_type": ["su"]}}, "'su'.* is not .*llama3, yarn$"),
-        ({"rope_scaling": {"type": "yarn", "mscale": 1}}, "'yarn' with mscale is not supported"),
-        ({"rope_scaling": {"type": "linear", "beta_fast": 1}}, "'linear' with beta_fast is not"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "'su' is not .*yarn, longrope$"),
+        ({"rope_scaling": {"rope_type": ["su"]}}, "'su'.* is not .*yarn, longrope$"),
+        (
+            {"rope_scaling": {"type": "yarn", "truncate": False}},
+            "'yarn' with truncate is not supported; this type has the parameters factor, orig",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "mscale": "1"}},
+            "'yarn' with mscale is not supported; this type has the parameters factor, orig",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "beta_fast": 1}},
+            "'linear' with beta_fast is not supported; this type has the parameters factor$",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is unknown"),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, {"rope_fraction": 0.5}),
-        ({"rope_scaling": {"factor": 4.0}}, "'default' with factor is not supported"),
+        (
+            {"rope_scaling": {"factor": 4.0}},
+            "'default' with factor is not supported; this type has no parameters$",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "mscale": 1}}, "with mscale is not"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1}},  # needs both keys
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        ),
+        (
+            {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+            {"rope_scaling": YARN | {"attention": 1.0}},
+        ),
+        (
+            {"rope_scaling": YARN | MSCALES},
+            {"rope_scaling": YARN | {"attention": pytest.approx(1.1 / 1.05, rel=1e-12)}},
+        ),
+        (
+            {"rope_scaling": YARN | MSCALES | {"attention_factor": 3.0}},
+            {"rope_scaling": YARN | {"attention": 3.0}},
+        ),
+        (
+            {"rope_scaling": YARN | MSCALES | {"factor": 0.5}},
+            {"rope_scaling": YARN | {"factor": 0.5, "attention": 1.0}},
+        ),
         ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: must be a JSON object"),
     ],
 )
@@ -162,19 +198,55 @@ def test_gemma3_config_json_maps_to_model_settings(told, found):
     assert {key: model.get(key) for key in found} == found
 
 
+DIVISORS = {"short_factor": [1.0], "long_factor": [2]}
+OURS = {"type": "longrope", "short": (1.0,), "long": (2,)}
+
+
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("told", "found"),
     [
         ({"sliding_window": -1}, "sliding_window = -1: must be a positive integer"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "su2"}}, "rope_type = 'su2' is not supported; use "),
+        (
+            {"rope_scaling": {"rope_type": "longrope", **DIVISORS}, "max_position_embeddings": 9},
+            OURS | {"original": 4096, "factor": 1.0},
+        ),
+        (
+            {"rope_scaling": {"type": "su", **DIVISORS, "original_max_position_embeddings": 7}}
+            | {"original_max_position_embeddings": 4, "max_position_embeddings": 18},
+            OURS | {"original": 4, "factor": 4.5},
+        ),
+        (
+            {"rope_parameters": {"type": "yarn", **DIVISORS, "factor": 9, "attention_factor": 2}},
+            OURS | {"original": 4096, "factor": 9, "attention": 2},
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": None, "short_factor": 3}}
+            | {"original_max_position_embeddings": "4"},
+            {"type": "longrope", "short": 3, "original": "4"},  # the rules of [model] reject this
+        ),
     ],
 )
-def test_phi3_settings_that_are_not_supported_are_rejected(told, message):
+def test_phi3_config_json_maps_to_model_settings(told, found):
     model = ModelConfig("phi3", **SIZES, rope_fraction=0.5)
     settings, measured = PHI3.of(with_epsilon(model)), {"hidden": 24, "ffn": 96}
     assert PHI3.model(settings, measured)["rope_fraction"] == 0.5
-    with pytest.raises(ValueError, match=message):
-        PHI3.model(settings | told, measured)
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            PHI3.model(settings | told, measured)
+        return
+    assert PHI3.model(settings | told, measured)["rope_scaling"] == found
+
+
+def test_phi3_is_exported_with_its_original_length_and_with_no_other_rope_scaling():
+    model = with_epsilon(ModelConfig("phi3", **SIZES, rope_fraction=0.5))
+    scaling = OURS | {"original": 2.0, "factor": 1.5}
+    settings = PHI3.of(replace(model, rope_scaling=scaling))
+    assert settings["original_max_position_embeddings"] == 2
+    found = PHI3.model(settings, {"hidden": 24, "ffn": 96})
+    assert found["rope_scaling"] == scaling
+    with pytest.raises(ValueError, match=r"the type linear: Phi3ForCausalLM .* only longrope; "):
+        PHI3.of(replace(model, rope_scaling={"type": "linear", "factor": 2.0}))
 
 
 @pytest.mark.parametrize(

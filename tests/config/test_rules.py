@@ -108,6 +108,7 @@ def test_llama_values_at_the_bounds_are_accepted_and_beyond_rejected(key, good, 
 
 LLAMA = ["--model.kind", "llama", "--model.kv_heads", "16"]
 SCALING = "{ factor = 8, low = 1, high = 4, original = 8192 }"
+LONGROPE = '{ type = "longrope", factor = 8, original = 64, short = [1, 2, 3], long = [1, 2, 3] }'
 FORMS = {
     SCALING.replace("high", "beta"): "keys factor, low, high, original ",
     SCALING.replace("8,", '"yarn",'): "keys factor, low, high, original ",
@@ -122,6 +123,14 @@ FORMS = {
     SCALING.replace("8,", "0.5,"): "factor must be at least 1",
     SCALING.replace("low = 1", "low = 4"): "0 < low < high and ",
     SCALING.replace("8192", "0"): "original, a number of tokens, must be at least 1",
+    LONGROPE.replace("long = [1, 2, 3]", "long = 2"): "short and long with a list, the others ",
+    LONGROPE.replace("factor = 8", "factor = [8]"): "short and long with a list, the others ",
+    LONGROPE.replace(
+        "short = [1, ", "short = ["
+    ): "short must have 3 positive numbers, one for each pair ",
+    LONGROPE.replace("long = [1", "long = [0"): "long must have 3 positive numbers, one for each ",
+    LONGROPE.replace("64", "1"): "type longrope needs an original length of at least 2 tokens",
+    SCALING.replace("8,", "[8],"): "type llama3 must have the keys factor, low, high, original ",
 }
 
 
@@ -134,6 +143,11 @@ def test_unknown_rope_scaling_is_rejected(scaling):
     resolve(load(None, [*LLAMA, "--model.rope_scaling", SCALING]), 1)
     (said,) = problems(*LLAMA, "--model.rope_scaling", scaling)
     assert said.startswith("model.rope_scaling = ") and FORMS[scaling] in said
+
+
+def test_longrope_is_accepted_with_a_divisor_per_pair():
+    found = resolve(load(None, [*LLAMA, "--model.rope_scaling", LONGROPE]), 1).model.rope_scaling
+    assert found["long"] == (1.0, 2.0, 3.0)
 
 
 @pytest.mark.parametrize(

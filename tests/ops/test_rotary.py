@@ -1,7 +1,7 @@
 """Rotary positions, compared with complex numbers, and their frequencies, compared with Llama 3's
 published formula."""
 
-from math import pi
+from math import log, pi
 
 import numpy as np
 import pytest
@@ -85,6 +85,19 @@ def test_rotary_frequencies_match_the_published_formula(rotation, width):
         kept = found * rotation.base ** (np.arange(0, width, 2) / width)
         between = (kept < 1 - 1e-9) & (kept > 1 / rotation.factor + 1e-9)
         assert kept[0] == 1 and between.any() and kept[-1] < 1 / rotation.factor + 1e-9
+
+
+@pytest.mark.parametrize(("sequence", "divisors"), [(7, [1, 2, 4]), (8, [3, 5, 9])])
+def test_longrope_divides_each_frequency_by_the_divisor_for_the_sequence_length(
+    sequence, divisors
+):
+    how = {"short": (1.0, 2.0, 4.0), "long": (3.0, 5.0, 9.0), "share": 0.5, "sequence": sequence}
+    rotation = Rotation(64.0, factor=5.0, original=7, type="longrope", **how)
+    expected = 64.0 ** (-np.arange(3) / 3) / divisors
+    np.testing.assert_allclose(rotation.frequencies(12), expected, rtol=1e-12)
+    assert rotation.amplitude == pytest.approx((1 + log(5) / log(7)) ** 0.5, rel=1e-12)
+    assert rotation._replace(factor=1.0).amplitude == 1
+    np.testing.assert_allclose(rotation._replace(factor=1.0).frequencies(12), expected)
 
 
 def test_rotary_table_has_the_angle_of_every_position():

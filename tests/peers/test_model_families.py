@@ -49,6 +49,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 5, "rope_theta": 50.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
 YARN |= {"rope_theta": 50.0, "beta_fast": 0.5, "beta_slow": 0.05}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
+LONGROPE |= {"short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}
 ROBERTA = {"max_position_embeddings": LENGTH + 2, "type_vocab_size": 1, "pad_token_id": 1}
 WINDOW = {"use_sliding_window": True, "sliding_window": 3}
 GEMMA3 = {"hidden_size": 64, "head_dim": 12, "sliding_window": 3}
@@ -74,6 +76,10 @@ CASES = {  # row of the table -> type of transformers and settings
         {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 50.0}},
     ),
     "Llama, YaRN": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "Llama, YaRN, `mscale`": (
+        "llama",
+        {"rope_parameters": YARN | {"mscale": 3.0, "mscale_all_dim": 0.5}},
+    ),
     "Llama 3": ("llama", {"rope_parameters": LLAMA3}),
     "Qwen2": ("qwen2", {"use_sliding_window": False}),
     "Qwen2, sliding window": ("qwen2", WINDOW | {"max_window_layers": 0}),
@@ -121,6 +127,15 @@ CASES = {  # row of the table -> type of transformers and settings
         "phi3",
         {"partial_rotary_factor": 0.5, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
+    "Phi-3, LongRoPE, texts that are longer than `original`": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 2},
+    ),
+    "Phi-3, LongRoPE, texts that are not longer": (
+        "phi3",
+        {"rope_parameters": LONGROPE | {"factor": 4.0}, "sliding_window": 3}
+        | {"original_max_position_embeddings": LENGTH},
+    ),
 }
 LAYOUTS = {
     "one rank": "",
@@ -141,6 +156,8 @@ def exactly():
 
         return call
 
+    with torch.device("meta"):
+        torch.empty(0)  # PyTorch caches its constructors; the original arange must be one of them
     softmax = patch.object(functional, "softmax", wider(functional.softmax))
     with in_double(), softmax, patch.object(torch, "arange", wider(torch.arange)):
         yield
@@ -320,10 +337,15 @@ def test_greedy_tokens_match_transformers(case, layout):
         {"type": "yarn", "factor": 8.0, "original": 50.0},
         {"type": "yarn", "factor": 8.0, "original": 5000.0, "attention": 0.7},
         {"type": "yarn", "factor": 8.0, "original": 500.0, "fast": 9.0, "slow": 3.0},
+        {"type": "longrope", "factor": 8.0, "original": 20.0},
+        {"type": "longrope", "factor": 1.0, "original": 20.0, "attention": 0.7},
     ],
     ids=str,
 )
 def test_rope_frequencies_match_transformers(scaling, sequence, width):
+    if scaling["type"] == "longrope":
+        short, long = np.random.default_rng(3).integers(1, 9, (2, width // 2)).tolist()
+        scaling = scaling | {"short": tuple(short), "long": tuple(long)}
     rotation = Rotation(1000.0, sequence=sequence, **scaling)
     given = ModelConfig("llama", heads=1, head_dim=width, rope_theta=1e3, rope_scaling=scaling)
     settings = LLAMA.of(replace(given, sequence=20, hidden=width, vocabulary=9, norm_epsilon=1e-5))
