@@ -120,7 +120,7 @@ class Bounds:
         self.ranks_per_core = ranks_per_core(machine, ranks)
         self.ideal, self.fixed = 3 * whole * model.layers / ranks, 0.0
         sample = LayerSample(_smallest(config), vocabulary, machine, ())
-        passes = sample.layer_passes(1, halves=False)
+        passes, _ = sample.layer_passes(1, halves=False)
         self.launches = passes.forward.seconds + passes.whole.seconds
         self.placed = ranks > 1 and self.near(1) < self.near(ranks - 1)
 

@@ -143,10 +143,9 @@ class CostTable:
             stage = sample.stages[sample.layers]
             rows, columns = stage.block_of(sequences * config.model.sequence)
             block = rows * columns * np.dtype(config.train.dtype).itemsize
-            layer = sample.layer_passes(sequences, halves)
+            layer, kinds = sample.layer_passes(sequences, halves)
             workspace = sample.pool.shared_workspace
             first, last = self._once(_key_of("ends", config, **values), ends)
-            kinds = tuple(sample.passes(kind, sequences, halves) for kind in sample.kinds)
             return PartCosts(layer, first, last, block, kinds, workspace)
 
         return self._once(_key_of("parts", config, recompute=recompute, **values), measure)

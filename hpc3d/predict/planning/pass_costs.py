@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
+from itertools import chain
 from math import ceil, inf
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
     from hpc3d.config.input_file import Config
     from hpc3d.model.parameters import Parameters
+    from hpc3d.model.spec import ModelSizes
     from hpc3d.model.stage import LayerRange
     from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.predict.machine.machine import Machine
@@ -241,15 +244,28 @@ def _seconds(nanoseconds: Mapping[str, int]) -> Counter:
     return Counter({axis: spent / 1e9 for axis, spent in nanoseconds.items()})
 
 
+def _blocks_by_kind(sizes: ModelSizes) -> list[dict[LayerRange, int]]:
+    """Return the entries of `LayerSample.kinds`."""
+    every = sizes.experts.every if sizes.experts else 1
+    found: dict[bool, dict[int, list[int]]] = {}  # mixture -> window -> numbers of blocks
+    for number in range(max(sizes.layers, every)):
+        windows = found.setdefault(sizes.mixes(number), {})
+        windows.setdefault(sizes.window_of(number), []).append(number)
+    return [
+        {LAYER._replace(layers=range(first, first + 1)): 1 + len(rest) for first, *rest in numbers}
+        for numbers in (windows.values() for windows in found.values())
+    ]
+
+
 class LayerSample:
     """One layer, the embedding and the head of a model, on the first rank of an abstract mesh.
 
-    If only every n-th block has a mixture of experts, `layers` contains n layers, and `kinds`
-    contains a dense layer and a mixture-of-experts layer. If only every n-th block of a dense
-    model attends to all earlier tokens, `unwindowed` is such a layer, otherwise `None`. Each
-    section of the model has its own parameters, as on different pipeline stages. `ends` is
-    ((FIRST,), (LAST,)) if the embedding and the head are on different stages, and ((FIRST, LAST),)
-    if they are on the same stage.
+    If only every n-th block has a mixture of experts, `layers` contains n layers. `kinds` has one
+    entry if all blocks are dense or all have a mixture of experts, otherwise one for the dense
+    blocks and one for the others. An entry maps a block with each attention window to the number
+    of such blocks in the model. Each section of the model has its own parameters, as on different
+    pipeline stages. `ends` is ((FIRST,), (LAST,)) if the embedding and the head are on different
+    stages, and ((FIRST, LAST),) if they are on the same stage.
     """
 
     def __init__(
@@ -267,30 +283,23 @@ class LayerSample:
         self.pool = self.mesh.pool
         self.stages, self.held = {}, {(): Counter(self.pool.live)}
         self.held_by = cache(self._held_by)
-        every = config.model.moe_every
-        self.layers = LAYER._replace(layers=range(every))
+        self.layers = LAYER._replace(layers=range(config.model.moe_every))
         self.layer = self.add(self.layers)
-        self.kinds = ()
-        if every > 1:
-            self.kinds = LAYER, LAYER._replace(layers=range(every - 1, every))
-            for part in self.kinds:
+        self.kinds = _blocks_by_kind(self.spec.sizes)
+        for part in chain(*self.kinds):
+            if part != self.layers:
                 self.add(part)
-        self.unwindowed = None
-        if len(self.spec.sizes.windows()) > 1 and every == 1:
-            n = config.model.global_every
-            self.unwindowed = LAYER._replace(layers=range(n - 1, n))
-            self.add(self.unwindowed)
         for parts in ends:
             self.add(*parts)
 
     def _held_by(self, stage: StageContent) -> Counter:
         held = self.held
         ends = tuple(part for part, here in ((FIRST, stage.first), (LAST, stage.last)) if here)
-        parts, counts = (self.layers,), (stage.layers,)
-        if self.kinds:
-            parts, counts = self.kinds, (stage.layers - stage.mixtures, stage.mixtures)
+        counts = (stage.layers - stage.mixtures, stage.mixtures)
         total = held[()] + (held[ends] if ends else Counter())
-        for part, count in zip(parts, counts):
+        for (part, *_), count in zip(
+            self.kinds, counts if len(self.kinds) > 1 else (stage.layers,)
+        ):
             total += Counter({kind: int(count * size) for kind, size in held[(part,)].items()})
         return total
 
@@ -351,13 +360,24 @@ class LayerSample:
             _, weight = self.measured(defer.run)
             return PassSeconds(forward, whole, backward, weight)
 
-    def layer_passes(self, sequences: int, halves: bool) -> PassSeconds:
-        """Return the costs of a layer's passes, averaged over the layers of the sample."""
-        passes, count = self.passes(self.layers, sequences, halves), len(self.layers.layers)
-        if self.unwindowed:
-            share, other = 1 / self.config.model.global_every, self.unwindowed
-            return passes * (1 - share) + self.passes(other, sequences, halves) * share
-        return passes if count == 1 else passes * (1 / count)
+    def layer_passes(
+        self, sequences: int, halves: bool
+    ) -> tuple[PassSeconds, tuple[PassSeconds, ...]]:
+        """Return the average costs of a block's passes, and those of each entry of `kinds`.
+
+        The second result is empty if `kinds` has one entry.
+        """
+        costs = {part: self.passes(part, sequences, halves) for part in chain(*self.kinds)}
+
+        def average(blocks):
+            total = sum(blocks.values())
+            return reduce(add, (costs[part] * (n / total) for part, n in blocks.items()))
+
+        kinds = tuple(map(average, self.kinds)) if len(self.kinds) > 1 else ()
+        if kinds and all(len(blocks) == 1 for blocks in self.kinds):
+            every = len(self.layers.layers)
+            return self.passes(self.layers, sequences, halves) * (1 / every), kinds
+        return average({part: n for blocks in self.kinds for part, n in blocks.items()}), kinds
 
     @property
     def _used(self) -> int:

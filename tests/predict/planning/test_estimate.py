@@ -85,6 +85,16 @@ p=4 e=2 schedule=zb-h1 zero=2 microbatches=8 model.moe_every=3 model.layers=8
 """.strip().splitlines()
 ]
 
+WINDOWS = [
+    f"scheme=1d model.sequence=16384 train.batch=8 model.window=50 {line}"
+    for line in """
+x=8 model.global_every=4 model.layers=6
+e=2 c=2 x=2 model.experts=4 model.moe_every=2 model.global_every=4
+e=2 c=2 x=2 model.experts=4 model.moe_every=2 model.global_every=2
+d=2 x=4 zero=3 model.experts=4 model.moe_every=2 model.global_every=3 model.layers=6
+""".strip().splitlines()
+]
+
 
 COMPRESSED = """
 d=8 compression=powersgd
@@ -144,6 +154,14 @@ def test_an_estimate_includes_the_launches_of_the_host(line):
         if host_s < 1e-5 or config.mesh.p == 1:
             assert found == pytest.approx(seconds, rel=0.1)
         assert found > 0.95 * seconds
+
+
+@pytest.mark.parametrize("line", WINDOWS)
+def test_an_estimate_counts_the_blocks_with_each_window(line):
+    """These estimates are nearer to the simulation than a wrong number of blocks allows."""
+    config = settled(f"{SMALL} {line}")
+    found = Estimator(256, CLUSTER).estimate(config)
+    assert found.seconds == pytest.approx(step(config)[0], rel=0.03)
 
 
 def test_what_was_measured_for_one_layout_is_not_taken_for_another():
