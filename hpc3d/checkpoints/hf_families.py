@@ -44,7 +44,7 @@ Gemma 3 has the names of OLMo 2, and norms before the branches:
     layers.N.experts.up        layers.N.block_sparse_moe.experts.E.w1 (gate), w3 (up)
     layers.N.experts.down      layers.N.block_sparse_moe.experts.E.w2
 
-    hpc3d                      Qwen3MoeForCausalLM, model.*; otherwise as Qwen3
+    hpc3d                      Qwen3MoeForCausalLM, model.*; otherwise and without experts as Qwen3
     layers.N.router            layers.N.mlp.gate
     layers.N.experts.up        layers.N.mlp.experts.E.gate_proj, up_proj
     layers.N.experts.down      layers.N.mlp.experts.E.down_proj
@@ -112,7 +112,8 @@ class PublishedFamily(NamedTuple):
     ends          dict from each hpc3d parameter outside the layers to its array name
     layers        dict from each hpc3d layer to the names of its arrays; {} is the expert index
     transposed    True if layer weights have the shape [out, in]
-    measured      dict from key of [model] to the (array name, dimension) that sets its value
+    measured      dict from key of [model] to the (array name, dimension) that sets its value;
+                  * is the number of any layer that has this array
     fused         dict from a layer whose array joins the rows of several layers to their names
     by_head       True if an array contains q, k and v of each head side by side, as qkv does
     copies        dict from duplicate array to its original, if head and embedding are untied
@@ -431,13 +432,15 @@ _TRANSFORMERS_QWEN3_MOE = _TRANSFORMERS_MIXTRAL._replace(
         **_TRANSFORMERS_MIXTRAL.layers,
         **_QUERY_NORMS,
         "router": ("mlp.gate",),
+        "up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
         "experts.up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
         "experts.down": ("mlp.experts.{}.down_proj",),
     },
     measured={
         **_TRANSFORMERS_LLAMA.measured,
-        "ffn": ("layers.0.mlp.experts.0.gate_proj.weight", 0),
-        "experts": ("layers.0.mlp.gate.weight", 0),
+        "ffn": ("layers.*.mlp.experts.0.gate_proj.weight", 0),
+        "experts": ("layers.*.mlp.gate.weight", 0),
     },
     settings=hf_settings.QWEN3_MOE,
 )

@@ -6,6 +6,7 @@ derived from the shapes of the stored arrays wherever possible.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -240,14 +241,15 @@ def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights
 
 
 def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str, int]:
-    for name, _ in family.measured.values():
-        if name not in entries or len(entries[name].shape) != 2:
+    sizes, block = {}, f"{family.block}."
+    for ours, (name, dim) in family.measured.items():
+        first = next(iter(fnmatch.filter(entries, name)), None)
+        if first is None or len(entries[first].shape) != 2:
             raise ValueError(
                 f"the matrix {name} is missing, so the weights do not belong to a "
                 f"{family.architecture}"
             )
-    block = f"{family.block}."
-    sizes = {ours: entries[name].shape[dim] for ours, (name, dim) in family.measured.items()}
+        sizes[ours] = entries[first].shape[dim]
     if "sequence" in sizes:
         sizes["sequence"] -= family.family.unused_positions
     return sizes | {

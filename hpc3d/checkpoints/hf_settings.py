@@ -86,6 +86,8 @@ _OF_GEMMA3 = """
 _OF_NEOX = """
     classifier_dropout hidden_act rope_parameters rope_scaling rotary_emb_base rotary_pct
 """
+# Other keys of Qwen3-MoE.
+_OF_QWEN3_MOE = "intermediate_size max_window_layers mlp_only_layers use_sliding_window"
 
 
 class Settings(NamedTuple):
@@ -283,8 +285,17 @@ def _window(settings: Mapping[str, Any]) -> int:
     return window or 0
 
 
+def _used_window(settings: Mapping[str, Any]) -> int:
+    """Return the sliding window in a config.json, or 0 unless `use_sliding_window` is true."""
+    window, used = _window(settings), settings.get("use_sliding_window", False)
+    if type(used) is not bool or (used and not window):
+        only = "must be false, or true with a sliding_window"
+        raise ValueError(f"{CONFIG}: use_sliding_window = {used!r}: {only}")
+    return window if used else 0
+
+
 def _mixtral_written(model: ModelConfig) -> dict[str, Any]:
-    coefficient = model.balance_loss * model.layers / model.top_k
+    coefficient = model.balance_loss * (model.layers // model.moe_every) / model.top_k
     return {**_mistral_written(model), _BALANCE: float(f"{coefficient:.15g}")}
 
 
@@ -293,12 +304,49 @@ def _mixtral_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
     return {**_mistral_told({**usual, **settings}, model), **_mixture_told(settings, model)}
 
 
+def _qwen3_moe_written(model: ModelConfig) -> dict[str, Any]:
+    written = {**_mixtral_written(model), "use_sliding_window": model.window > 0}
+    return {
+        **written,
+        "moe_intermediate_size": written["intermediate_size"],
+        "mlp_only_layers": [],
+    }
+
+
 def _qwen3_moe_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("norm_topk_prob") is not True:
         raise ValueError(
             f"{CONFIG}: norm_topk_prob is not true: only normalized router weights are supported"
         )
-    return {**_llama_told(settings, model), **_mixture_told(settings, model)}
+    window = _used_window({"sliding_window": 4096, **settings})  # the default of transformers
+    model = {**model, "moe_every": _mixture_interval(settings, model)}
+    told = {"window": window, "moe_every": model["moe_every"]}
+    return {**_llama_told(settings, model), **_mixture_told(settings, model), **told}
+
+
+def _mixture_interval(settings: Mapping[str, Any], model: Mapping[str, Any]) -> int:
+    """Return `moe_every`, given the keys of Qwen3-MoE for layers with an MLP."""
+    step, dense = settings.get("decoder_sparse_step", 1), settings.get("mlp_only_layers", [])
+    if type(step) is not int or step < 1 or not isinstance(dense, list):
+        raise ValueError(
+            f"{CONFIG}: decoder_sparse_step = {step!r} must be a positive integer, and "
+            f"mlp_only_layers = {dense!r} a list of layers"
+        )
+    layers = range(model["layers"])
+    mixtures = [n for n in layers if (n + 1) % step == 0 and n not in dense]
+    every = mixtures[0] + 1 if mixtures else 0
+    if not every or mixtures != [*layers[every - 1 :: every]]:
+        raise ValueError(
+            f"{CONFIG}: the layers with experts (decoder_sparse_step = {step}, mlp_only_layers = "
+            f"{dense}) are not supported; every n-th layer must have experts (model.moe_every)"
+        )
+    wide, narrow = settings.get("intermediate_size", 6144), model["ffn"]
+    if every > 1 and wide != narrow:
+        raise ValueError(
+            f"{CONFIG}: intermediate_size = {wide!r} of the layers without experts differs from "
+            f"moe_intermediate_size = {narrow}; only equal sizes are supported (model.ffn)"
+        )
+    return every
 
 
 def _mixture_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,7 +366,7 @@ def _mixture_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict
         raise ValueError(
             f"{CONFIG}: {_BALANCE} = {as_written(coefficient)}: must be a nonnegative number"
         )
-    balance = coefficient * top_k / model["layers"]
+    balance = coefficient * top_k / (model["layers"] // model.get("moe_every", 1))
     return {
         **{key: only for key, (only, _) in _OF_MIXTRAL.items() if key not in model},
         "top_k": top_k,
@@ -440,17 +488,14 @@ def _qwen2_written(model: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    layers, window = model["layers"], _window(settings)
-    used, first = settings.get("use_sliding_window", False), settings.get("max_window_layers", 28)
-    if type(used) is not bool or (used and not window):
-        only = "must be false, or true with a sliding_window"
-        raise ValueError(f"{CONFIG}: use_sliding_window = {as_written(used)}: {only}")
+    layers, window = model["layers"], _used_window(settings)
+    first = settings.get("max_window_layers", 28)
     if type(first) is not int:
         raise ValueError(f"{CONFIG}: max_window_layers = {as_written(first)}: must be an integer")
-    full = min(max(first, 0), layers) if used else layers  # the first layers have no window
+    full = min(max(first, 0), layers) if window else layers  # the first layers have no window
     usual = [_FULL] * full + [_SLIDING] * (layers - full)
     kinds = settings.get("layer_types", usual)
-    return {**_llama_told(settings, model), **_windows(kinds, layers, window if used else 0)}
+    return {**_llama_told(settings, model), **_windows(kinds, layers, window)}
 
 
 def _layer_types(layers: int, every: int) -> list[str]:
@@ -686,15 +731,10 @@ QWEN3_MOE = MIXTRAL._replace(
         "num_local_experts": "experts",
         "num_experts_per_tok": "top_k",
         "moe_intermediate_size": "ffn",
+        "decoder_sparse_step": "moe_every",
     },
-    fixed={
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-    },
-    others=MIXTRAL.others | {"intermediate_size", "sliding_window", "max_window_layers"},
+    fixed={"hidden_act": "silu", "norm_topk_prob": True},
+    others=MIXTRAL.others | set(_OF_QWEN3_MOE.split()),
+    written=_qwen3_moe_written,
     told=_qwen3_moe_told,
-    windows=frozenset(),
 )

@@ -29,6 +29,7 @@ kind=bert ffn=60
 kind=bert ffn=96 tied=false gelu=exact norm_epsilon=0.01 dropout=0.25
 {MIXTRAL} kv_heads=12 balance_loss=0.02
 {MIXTRAL} tied=false kv_heads=4 experts=6 top_k=3 rope_theta=50.0 norm_epsilon=1e-6 dtype=float32
+{MIXTRAL} kind=qwen3 kv_heads=4 moe_every=2 balance_loss=0.02 window=2
 """.strip().splitlines()
 SERIAL = "schedule=none microbatches=2"
 
@@ -87,7 +88,10 @@ def test_every_expert_layout_exports_the_same_bytes(tmp_path, line):
             "global_every = 2: MistralForCausalLM .*kind = gemma3_text, qwen2, qwen3 ",
         ),
         ("kind=llama window=2 mlp_bias=true", "window = 2: LlamaForCausalLM in transformers"),
-        ("kind=qwen3 experts=4 top_k=2 capacity=0 window=2", "window = 2: Qwen3MoeForCausalLM"),
+        (
+            "kind=qwen3 experts=4 top_k=2 capacity=0 window=2 global_every=2",
+            "global_every = 2: Qwen3MoeForCausalLM",
+        ),
         (f"{MIXTRAL} shared_experts=1", "shared_experts = 1: Mixtral has no shared experts"),
         (f"{MIXTRAL} moe_every=2", "moe_every = 2: Mixtral has experts in every block"),
         (f"{MIXTRAL} balance_bias=0.01", "balance_bias = 0.01: Mixtral has no router bias"),

@@ -16,6 +16,7 @@ from hpc3d.checkpoints.hf_settings import (
     MIXTRAL,
     PHI3,
     QWEN2,
+    QWEN3_MOE,
     ROBERTA,
     no_mixture,
 )
@@ -353,6 +354,54 @@ def test_mixtral_config_json_maps_to_model_settings(told, found):
     model = MIXTRAL.model(settings, measured)
     assert {key: model.get(key) for key in found} == found
     assert no_mixture(MIXTURE, MIXTRAL) is None
+
+
+MOE = with_epsilon(replace(MIXTURE, kind="qwen3", moe_every=2))
+BETWEEN = "the layers with experts .* are not supported; every n-th layer must have experts"
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({}, {"moe_every": 2, "balance_loss": 0.015, "window": 0}),
+        ({"decoder_sparse_step": 1}, {"moe_every": 1, "balance_loss": 0.0075}),
+        ({"decoder_sparse_step": None, "intermediate_size": 3}, {"moe_every": 1}),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0, 2]}, {"moe_every": 2}),
+        ({"mlp_only_layers": [0]}, {"moe_every": 2}),
+        ({"decoder_sparse_step": 3}, {"moe_every": 3}),
+        ({"mlp_only_layers": [1]}, {"moe_every": 4}),
+        ({"mlp_only_layers": [3]}, BETWEEN),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0]}, BETWEEN),
+        ({"decoder_sparse_step": 5}, BETWEEN),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0 must be a positive integer"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers = 1 a list of layers"),
+        ({"intermediate_size": 3}, "intermediate_size = 3 of the layers without experts differs "),
+        (WINDOW, {"window": 9}),
+        ({"use_sliding_window": True}, {"window": 4096}),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window = 0: must be a pos"),
+        ({"sliding_window": 9, "max_window_layers": 2}, {"window": 0}),
+        ({"norm_topk_prob": False}, "norm_topk_prob = False: only True is supported"),
+    ],
+    ids=str,
+)
+def test_qwen3_moe_config_json_maps_to_model_settings(told, found):
+    settings = QWEN3_MOE.of(MOE) | told
+    measured = {"layers": 4, "hidden": 24, "ffn": 96, "vocabulary": 29, "experts": 6}
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            QWEN3_MOE.model(settings, measured)
+        return
+    model = QWEN3_MOE.model(settings, measured)
+    assert {key: model.get(key) for key in found} == found
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_qwen3_moe_settings_are_read_as_they_were_written(window):
+    settings = QWEN3_MOE.of(replace(MOE, window=window))
+    assert settings["moe_intermediate_size"] == settings["intermediate_size"] == 96
+    model = QWEN3_MOE.model(settings, {"layers": 4, "hidden": 24, "ffn": 96, "experts": 6})
+    found = replace(MOE, ffn=96, capacity=0, z_loss=0, window=window)
+    assert {key: getattr(found, key) for key in model} == model | {"head_dim": None}
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 50.0, "partial_rotary_factor"
 LONGROPE |= {"short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}
 ROBERTA = {"max_position_embeddings": LENGTH + 2, "type_vocab_size": 1, "pad_token_id": 1}
 WINDOW = {"use_sliding_window": True, "sliding_window": 3}
+QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN3_MOE |= {"norm_topk_prob": True, "router_aux_loss_coef": 0.0, "head_dim": 12}
 GEMMA3 = {"hidden_size": 64, "head_dim": 12, "sliding_window": 3}
 GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"]}
 GEMMA3["rope_parameters"] = {
@@ -92,10 +94,10 @@ CASES = {  # row of the table -> type of transformers and settings
         "qwen3",
         {"head_dim": 4, "num_key_value_heads": 4, "attention_bias": True},
     ),
-    "Qwen3-MoE": (
+    "Qwen3-MoE": ("qwen3_moe", QWEN3_MOE),
+    "Qwen3-MoE, sliding window, experts in every second layer": (
         "qwen3_moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 12}
-        | {"norm_topk_prob": True, "router_aux_loss_coef": 0.0},
+        QWEN3_MOE | WINDOW | {"decoder_sparse_step": 2, "intermediate_size": 16},
     ),
     "OLMo 2": ("olmo2", {}),
     "OLMo 2, a KV head per query head": (
