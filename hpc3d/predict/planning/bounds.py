@@ -243,6 +243,7 @@ def _calls(config: Config, axis: str) -> tuple[str, float, Sequence[int]]:
 def _smallest(config: Config) -> Config:
     """Return a one-layer, single-rank configuration whose time is dominated by kernel launches."""
     sizes: Any = {"kv_heads": None, "head_dim": None, "ffn": None}
+    sizes |= {"rope_fraction": 1.0, "rope_scaling": None}  # a head has one feature
     model = replace(config.model, layers=1, hidden=1, heads=1, sequence=1, **sizes)
     mesh = MeshConfig(x=1, y=1, z=1)
     return replace(config, model=model, mesh=mesh, train=replace(config.train, batch=1))

@@ -42,6 +42,16 @@ def test_bound_allows_for_prefetched_weights():
     assert bounds.least(bounds.candidate(config)) < step(faster, slow)[0]
 
 
+def test_bound_of_a_model_with_a_partial_rotary_embedding():
+    """The measured block has heads with one feature, which cannot be rotated in part."""
+    config = settled(f"{SMALL} x=8 scheme=1d model.kind=phi3 model.rope_fraction=0.5")
+    longrope = {"type": "longrope", "factor": 2.0, "original": 64.0}
+    longrope |= dict.fromkeys(("short", "long"), (2.0,) * 8)
+    config = replace(config, model=replace(config.model, rope_scaling=longrope))
+    bounds = Bounds(config, 8, 256, CLUSTER)
+    assert 0 < bounds.least(bounds.candidate(config)) < step(config)[0]
+
+
 def test_bound_of_a_mixture_counts_capacity_slots():
     """An expert has slots for a quarter of its even share, so the bytes are a fourth."""
     line = "model.hidden=1024 model.heads=8 model.layers=4 model.sequence=512 train.batch=32"
