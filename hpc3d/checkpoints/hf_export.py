@@ -76,8 +76,9 @@ def export(
         return _export_module(opened, weights)
     shapes, model = shapes_in(opened), with_epsilon(config_of(opened).model)
     family, arrays = published(model), {}
-    weights.parent.mkdir(parents=True, exist_ok=True)
     dtype = opened.sources["embedding.token", opened.exact("embedding.token")][0][0].dtype
+    told = _settings_of(family, model, dtype) | (special or {}) if settings else {}
+    weights.parent.mkdir(parents=True, exist_ok=True)
     for name, shape in shapes.items():
         value = _array_of(opened, name, opened.exact(name), shape, dtype)
         given = family.given(name, value, model)
@@ -87,7 +88,6 @@ def export(
         arrays |= {copy: arrays[name].copy() for copy, name in family.copies.items()}
     safetensors.write(weights, arrays)
     for path in settings:
-        told = _settings_of(family, model, dtype) | (special or {})
         write_text(path, json.dumps(told, indent=2) + "\n")
     return arrays
 

@@ -290,7 +290,7 @@ def _used_window(settings: Mapping[str, Any]) -> int:
     window, used = _window(settings), settings.get("use_sliding_window", False)
     if type(used) is not bool or (used and not window):
         only = "must be false, or true with a sliding_window"
-        raise ValueError(f"{CONFIG}: use_sliding_window = {used!r}: {only}")
+        raise ValueError(f"{CONFIG}: use_sliding_window = {as_written(used)}: {only}")
     return window if used else 0
 
 
@@ -329,8 +329,8 @@ def _mixture_interval(settings: Mapping[str, Any], model: Mapping[str, Any]) -> 
     step, dense = settings.get("decoder_sparse_step", 1), settings.get("mlp_only_layers", [])
     if type(step) is not int or step < 1 or not isinstance(dense, list):
         raise ValueError(
-            f"{CONFIG}: decoder_sparse_step = {step!r} must be a positive integer, and "
-            f"mlp_only_layers = {dense!r} a list of layers"
+            f"{CONFIG}: decoder_sparse_step = {as_written(step)} must be a positive integer, and "
+            f"mlp_only_layers = {as_written(dense)} a list of layers"
         )
     layers = range(model["layers"])
     mixtures = [n for n in layers if (n + 1) % step == 0 and n not in dense]
@@ -343,7 +343,7 @@ def _mixture_interval(settings: Mapping[str, Any], model: Mapping[str, Any]) -> 
     wide, narrow = settings.get("intermediate_size", 6144), model["ffn"]
     if every > 1 and wide != narrow:
         raise ValueError(
-            f"{CONFIG}: intermediate_size = {wide!r} of the layers without experts differs from "
+            f"{CONFIG}: intermediate_size = {as_written(wide)} of the layers without experts differs from "
             f"moe_intermediate_size = {narrow}; only equal sizes are supported (model.ffn)"
         )
     return every

@@ -1,5 +1,7 @@
 """Export to Hugging Face format and import from it preserve every bit, for any layout."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -95,6 +97,11 @@ def test_every_expert_layout_exports_the_same_bytes(tmp_path, line):
         (f"{MIXTRAL} shared_experts=1", "shared_experts = 1: Mixtral has no shared experts"),
         (f"{MIXTRAL} moe_every=2", "moe_every = 2: Mixtral has experts in every block"),
         (f"{MIXTRAL} balance_bias=0.01", "balance_bias = 0.01: Mixtral has no router bias"),
+        (
+            "kind=phi3 rope_scaling='{type = \"linear\", factor = 2}'",
+            "rope_scaling has the type lin",
+        ),
+        ("kind=roberta gelu=tanh", "gelu = tanh: the head of RoBERTa has the exact GELU"),
         (f"{MIXTRAL} top_k=1", "top_k = 1: Mixtral gives a single expert the gate weight 1"),
     ],
 )
@@ -118,6 +125,12 @@ def test_models_without_a_transformers_equivalent_are_rejected(tmp_path, line, s
 def test_export_notes_that_a_mixtral_never_drops_tokens(tmp_path, line, said):
     found = notes(Checkpoint(drawn_models.saved(tmp_path / "run", f"{SERIAL} {line}")))
     assert [text.partition(" and ")[0] for text in found] == said
+
+
+def test_export_replaces_the_default_padding_token_of_transformers(tmp_path):
+    """The default of Phi-3, 32000, is not in the vocabulary, and transformers then rejects it."""
+    settings = json.loads((exported(tmp_path, f"{SERIAL} kind=phi3") / "config.json").read_text())
+    assert settings["pad_token_id"] is None
 
 
 def test_export_removes_vocabulary_padding(tmp_path):
