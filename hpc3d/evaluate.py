@@ -83,7 +83,7 @@ def evaluate(job: Job, words: list[str]) -> None:
         found = []
         for number, name in enumerate(plan.files):
             with job.progress(f"evaluating {name}"):
-                evaluator = FrozenEvaluator(model, opened and opened.batches[number])
+                evaluator = FrozenEvaluator(model, opened and [opened.batches[number]])
                 found.append(evaluator.evaluate(0))
     job.from_root(lambda: _show(opened, found))
 

@@ -134,12 +134,14 @@ def _step(options, overrides):
         print(json.dumps(step.summary))
 
 
-def _batches(train, seconds):
+def _batches(config, seconds):
     """Describe the evaluations of a run: number of batches, time, and interval in steps."""
+    train, texts = config.train, max(1, len(config.data.validation_texts()))
     often = f"every {train.eval_every} steps" if train.eval_every > 1 else "every step"
     if not train.eval_batches:
-        return f"all batches of the validation text, {often}"
-    return f"at most {train.eval_batches}, {readable_time(train.eval_batches * seconds)}, {often}"
+        return f"all batches of the validation text{'s'[: texts > 1]}, {often}"
+    most = train.eval_batches * texts
+    return f"at most {most}, {readable_time(most * seconds)}, {often}"
 
 
 def _keep_beside(folder, runs, found):
@@ -178,7 +180,7 @@ def _print_step(config, found):
         peak = found["evaluation_peak_bytes"]
         print(
             f"evaluation      {readable_time(seconds)} per batch, peak of {peak / 1e6:.3f} MB; "
-            f"{_batches(config.train, seconds)}"
+            f"{_batches(config, seconds)}"
         )
     print()
     _print_memory(found["memory"])

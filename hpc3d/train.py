@@ -190,13 +190,14 @@ def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
     return RunPlan(config, run)
 
 
-def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]:
+def take_text(plan: RunPlan) -> tuple[Tokens, Batches, list[ValidationBatches]]:
     """Open the texts of a run on rank 0, and set the configuration keys that depend on the texts.
 
     Returns
     -------
     tuple
-        The tokens of the training text, the training batches, and the evaluation batches.
+        The tokens of the training text, the training batches, and the evaluation batches of each
+        validation text.
 
     Raises
     ------
@@ -207,8 +208,8 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
     from hpc3d.checkpoints.resume import checkpointed_texts
     from hpc3d.config import package_data
     from hpc3d.data.mixture import open_texts
-    from hpc3d.data.validation import divided
-    from hpc3d.training.masking import batches_of, validation_of
+    from hpc3d.data.validation import divided, separate_texts
+    from hpc3d.training.masking import batches_of, validations_of
 
     run = plan.resumed
     config = run_text.located(plan.config, run, checkpointed_texts(run) if run else None)
@@ -218,14 +219,12 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, ValidationBatches | None]
     if run:
         run_tokenizer.refuse_another(run, tokens)
     plan.config = config = _with_vocabulary(config, tokens, run)
-    held = config.data.validation
-    named = held and isinstance(held, str)
-    trained, held = divided(tokens, package_data.text_path(held) if named else held)
-    batches = batches_of(config, trained)
-    validation = None if held is None else validation_of(config, held)
-    other = held.tokens if named else None
-    plan.texts = run_text.described(tokens, other)
-    plan.notes = [*run_text.tokenized_by(tokens), *run_text.trained_on(tokens, other, config)]
+    paths = [package_data.text_path(path) for path in config.data.validation_texts()]
+    separate = separate_texts(paths, tokens)
+    trained, held = divided(tokens, config.data.validation)
+    batches, validation = batches_of(config, trained), validations_of(config, separate or held)
+    plan.texts = run_text.described(tokens, separate)
+    plan.notes = [*run_text.tokenized_by(tokens), *run_text.trained_on(tokens, separate, config)]
     if config.data.validation and not config.train.eval_every:
         plan.notes.append("data.validation is not evaluated, because train.eval_every = 0")
     return tokens, batches, validation
@@ -359,7 +358,7 @@ def _begin(
     hardware: Hardware,
     program: Program,
     batches: Batches | None,
-    validation: ValidationBatches | None,
+    validation: list[ValidationBatches] | None,
 ) -> RunningJob:
     """Build the mesh, the model and the optimizer of this rank, and restore a resumed run."""
     from hpc3d.checkpoints.saver import saver_of
@@ -381,7 +380,8 @@ def _begin(
     mesh, watchdog, log, clock = equipped(job, plan, mesh, hardware, layout)
     config = settled(config, hardware.transport)
     trainer = Trainer(mesh, config, config.model.vocabulary, batches, program, clock)
-    evaluator = Evaluator(trainer, validation) if config.train.eval_every else None
+    texts = max(1, len(config.data.validation_texts()))
+    evaluator = Evaluator(trainer, validation, texts=texts) if config.train.eval_every else None
     for line in plan.notes:
         log.say(line)
     start = 0

@@ -53,6 +53,6 @@ def test_evaluation_on_fake_devices_matches_serial_evaluation(line):
 def evaluated(mesh, config):
     """Return the Evaluation after a step."""
     trainer = trainer_of(mesh, config)
-    evaluator = Evaluator(trainer, Held(config) if mesh.rank == 0 else None)
+    evaluator = Evaluator(trainer, [Held(config)] if mesh.rank == 0 else None)
     trainer.step(0)
     return evaluator.evaluate(0)

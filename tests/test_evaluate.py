@@ -66,6 +66,7 @@ def expected(folder, text):
 def test_every_token_is_evaluated_once_on_any_layout(run):
     """The newest layout is that of the run; the other one is given by options."""
     loss, accuracy = expected(run / "checkpoints" / "step-00000003", TEXT)
+    short_loss, _ = expected(run / "checkpoints" / "step-00000003", "cat")
     count = len(TEXT.encode())
     layout = "--mesh.x", 2, "--mesh.y", 2, "--parallel.scheme", "2d"
     for more in ((), layout):
@@ -78,6 +79,7 @@ def test_every_token_is_evaluated_once_on_any_layout(run):
             loss / np.log(2) * (count + 1) / count, rel=1e-10
         )
         assert short["tokens"] == 3
+        assert short["loss"] == pytest.approx(short_loss, rel=1e-10)
         heading, row, other = printed.splitlines()[:3]
         assert " ".join(heading.split()) == HEADING
         assert f"{loss:.6f}" in row and f"{count:,}" in row and "short.txt" in other

@@ -19,6 +19,7 @@ import numpy as np
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.step import evaluation_rows, loss_rows, ratio
 from hpc3d.runtime import metrics_file
+from hpc3d.runtime.metrics_file import VALIDATION_LOSS_OF
 from hpc3d.trace.locate import NEWEST
 from hpc3d.trace.previous_attempts import earlier_traces
 from hpc3d.trace.reader import Trace
@@ -31,6 +32,7 @@ _EVALUATION = {
     "seconds": "evaluation_seconds",
     "perplexity": "perplexity",
 }
+_TEXT = dict.fromkeys(("accuracy", "tokens", "perplexity"))  # values that no record contains
 
 
 class Attempt(NamedTuple):
@@ -93,7 +95,10 @@ class Attempts:
         return rows
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return one row per evaluation of the run, in ascending order of steps."""
+        """Return one row per evaluation of the run, in ascending order of steps.
+
+        `texts` contains a row for each of several validation texts.
+        """
         return self._combined("evaluations", "validation_loss", _EVALUATION)
 
     def _combined(self, rows_of, key, columns):
@@ -113,6 +118,8 @@ class Attempts:
             step = record["step"]
             if key in record and step not in newest:
                 row = {name: record.get(field) for name, field in columns.items()}
+                if columns is _EVALUATION:
+                    row["texts"] = _text_rows(record)
                 known = found.get(step)
                 same = known is not None and _close(known["loss"], row["loss"])
                 number = known["attempt"] if known and same else self._untraced(step)
@@ -142,6 +149,16 @@ class Attempts:
             row |= {"step_s": seconds, "tokens_per_s": ratio(each.tokens, seconds)}
             rows.append(row | {"file": each.file})
         return rows
+
+
+def _text_rows(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each of several validation texts in a record of metrics.jsonl."""
+    losses = {key: loss for key, loss in record.items() if key.startswith(VALIDATION_LOSS_OF)}
+    step, names = record["step"], (key.removeprefix(VALIDATION_LOSS_OF) for key in losses)
+    return [
+        {"text": name, "step": step, "loss": loss, **_TEXT}
+        for name, loss in zip(names, losses.values())
+    ]
 
 
 def resumes(rows: Sequence[dict[str, Any]]) -> dict[int, str]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hpc3d.analyze.newest_segments import AxisShares, NewestSegments
 from hpc3d.console.sanitize import counted
-from hpc3d.runtime.metrics_file import NAME, MetricsReader
+from hpc3d.runtime.metrics_file import NAME, VALIDATION_LOSS_OF, MetricsReader
 from hpc3d.training.log import KEPT, duration
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
@@ -137,7 +137,13 @@ class LiveRun:
             f"{each['validation_loss']:.4f} after step {each['step']}"
             for each in (self.evaluated, self.best)
         )
-        return [f"validation {last}", "the best so far" if last == best else f"best {best}"]
+        texts = [
+            f"{key.removeprefix(VALIDATION_LOSS_OF)} {loss:.4f}"
+            for key, loss in self.evaluated.items()
+            if key.startswith(VALIDATION_LOSS_OF) and loss is not None
+        ]
+        best = "the best so far" if last == best else f"best {best}"
+        return [f"validation {last}", best, *texts]
 
     def _axes(self, axes: AxisShares, width: int) -> Iterator[str]:
         first, last = axes.steps[0], axes.steps[-1]

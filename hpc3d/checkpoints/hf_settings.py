@@ -343,8 +343,8 @@ def _mixture_interval(settings: Mapping[str, Any], model: Mapping[str, Any]) -> 
     wide, narrow = settings.get("intermediate_size", 6144), model["ffn"]
     if every > 1 and wide != narrow:
         raise ValueError(
-            f"{CONFIG}: intermediate_size = {as_written(wide)} of the layers without experts differs from "
-            f"moe_intermediate_size = {narrow}; only equal sizes are supported (model.ffn)"
+            f"{CONFIG}: intermediate_size = {as_written(wide)} of the layers without experts "
+            f"differs from moe_intermediate_size = {narrow}; only equal sizes are supported (model.ffn)"
         )
     return every
 

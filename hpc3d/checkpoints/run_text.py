@@ -2,13 +2,13 @@
 
 A checkpoint manifest stores {path, from_run, tokens, sha256} for each data file. `from_run` is the
 path relative to the run folder, so that the file is still found after the project has moved. The
-files of a mixture have the keys data.path[0], data.path[1] and so on.
+files of a list have the keys data.path[0], data.path[1] and so on.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,32 +16,25 @@ from typing import TYPE_CHECKING, Any
 from hpc3d.console.sanitize import counted
 from hpc3d.data.batches import USED
 from hpc3d.data.tokenizer import ByteTokenizer, kind_of
+from hpc3d.data.validation import VALIDATION, by_key
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.data.token_file import Tokens
 
-PATH, VALIDATION = "data.path", "data.validation"
+PATH = "data.path"
 _Texts = Mapping[str, Mapping[str, Any]]
-
-
-def _keys(count: int) -> list[str]:
-    """Return the keys of the `count` files of the training text."""
-    return [PATH] if count == 1 else [f"{PATH}[{number}]" for number in range(count)]
 
 
 def _paths(config: Config) -> dict[str, str]:
     """Return the path of each data file, by its key."""
-    paths = config.data.paths()
-    return dict(zip(_keys(len(paths)), paths, strict=True)) | {
-        VALIDATION: str(config.data.validation)
-    }
+    data = config.data
+    return by_key(PATH, data.paths()) | by_key(VALIDATION, data.validation_texts())
 
 
-def described(tokens: Tokens, held: Tokens | None) -> dict[str, dict[str, Any]]:
-    """Return the length and SHA-256 hash of the training text and any validation text."""
-    texts = dict(zip(_keys(len(tokens.parts())), tokens.parts(), strict=True))
-    texts |= {} if held is None else {VALIDATION: held}
+def described(tokens: Tokens, separate: Sequence[Tokens] = ()) -> dict[str, dict[str, Any]]:
+    """Return the length and SHA-256 hash of the training texts and separate validation texts."""
+    texts = by_key(PATH, tokens.parts()) | by_key(VALIDATION, separate)
     return {key: {"tokens": len(each), "sha256": each.sha256} for key, each in texts.items()}
 
 
@@ -68,10 +61,13 @@ def located(config: Config, run: Path | None = None, texts: _Texts | None = None
             path = path if os.path.exists(path) else text["path"]
         return os.path.abspath(path) if os.path.exists(path) else path
 
-    paths = [found(key, path) for key, path in _paths(config).items() if key != VALIDATION]
-    data = replace(config.data, path=tuple(paths) if len(paths) > 1 else paths[0])
-    if isinstance(data.validation, str) and data.validation:
-        data = replace(data, validation=found(VALIDATION, data.validation))
+    def all_found(key: str, paths: Sequence[str]) -> Any:
+        there = tuple(found(*each) for each in by_key(key, paths).items())
+        return there if len(there) > 1 else there[0]
+
+    data = replace(config.data, path=all_found(PATH, config.data.paths()))
+    if separate := data.validation_texts():
+        data = replace(data, validation=all_found(VALIDATION, separate))
     return replace(config, data=data)
 
 
@@ -84,41 +80,57 @@ def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
         If the training text has changed and a fraction of it is held out for validation: training
         may already have used the new validation text.
     """
-    keys = [key for key in now if key in before]
     if any(key.startswith(f"{PATH}[") for key in (*before, *now)):
         yield from _mixed_otherwise(before, now, config)
-        keys = [key for key in keys if key == VALIDATION]
-    for key in keys:
-        if before[key]["sha256"] == now[key]["sha256"]:
-            continue
-        sizes = [counted(each[key]["tokens"], "token") for each in (now, before)]
-        path = _paths(config)[key]
-        line = (
-            f"{key}: {path} differs from the text recorded in the checkpoint ({sizes[0]} now, "
-            f"{sizes[1]} then)"
-        )
-        if key == VALIDATION:
-            yield f"{line}; the best evaluation loss is reset"
-        elif isinstance(share := config.data.validation, float):
+    elif PATH in before and PATH in now and before[PATH]["sha256"] != now[PATH]["sha256"]:
+        line = _changed(PATH, before, now, config)
+        if isinstance(share := config.data.validation, float):
             raise ValueError(
                 f"{line}, of which data.validation = {share} is held out; restore "
-                f"{before[key]['path']}, or start a new run"
+                f"{before[PATH]['path']}, or start a new run"
             )
-        else:
-            yield f"{line}; training continues on the new text"
-            if VALIDATION in now and now[VALIDATION]["sha256"] == before[key]["sha256"]:
-                yield (
-                    f"data.validation: {config.data.validation} was the training text until now, "
-                    "so its loss does not measure generalization; use another text"
-                )
+        yield f"{line}; training continues on the new text"
+        if key := _keys_by_hash(VALIDATION, now).get(before[PATH]["sha256"]):
+            yield (
+                f"{key}: {_paths(config)[key]} was the training text until now, so its loss does "
+                "not measure generalization; use another text"
+            )
+    yield from _validated_otherwise(before, now, config)
+
+
+def _changed(key: str, before: _Texts, now: _Texts, config: Config) -> str:
+    sizes = [counted(each[key]["tokens"], "token") for each in (now, before)]
+    return (
+        f"{key}: {_paths(config)[key]} differs from the text recorded in the checkpoint "
+        f"({sizes[0]} now, {sizes[1]} then)"
+    )
+
+
+def _keys_by_hash(name: str, texts: _Texts) -> dict[str, str]:
+    """Return the keys of the training texts (`name` is PATH) or validation texts, by hash."""
+    return {text["sha256"]: key for key, text in texts.items() if key.startswith(name)}
+
+
+def _validated_otherwise(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
+    """Yield a line for each validation text that has changed, is new, or has been removed."""
+    earlier, current = (_keys_by_hash(VALIDATION, texts) for texts in (before, now))
+    if not earlier or not current:
+        return
+    for key in (key for digest, key in current.items() if digest not in earlier):
+        line = f"{key}: {_paths(config)[key]} is new"
+        line = _changed(key, before, now, config) if key in before else line
+        yield f"{line}; the best evaluation loss is reset"
+    for key in (key for digest, key in earlier.items() if digest not in current):
+        if key not in now:
+            yield (
+                f"{VALIDATION}: {before[key]['path']} is no longer evaluated; the best evaluation "
+                "loss is reset"
+            )
 
 
 def _mixed_otherwise(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
     """Yield a line for each file that has been added to or removed from a mixture."""
-    earlier, current = (
-        {text["sha256"]: key for key, text in texts.items() if key != VALIDATION}
-        for texts in (before, now)
-    )
+    earlier, current = (_keys_by_hash(PATH, texts) for texts in (before, now))
     added = [key for digest, key in current.items() if digest not in earlier]
     removed = [before[key]["path"] for digest, key in earlier.items() if digest not in current]
     if added and removed and isinstance(share := config.data.validation, float):
@@ -147,11 +159,12 @@ def tokenized_by(tokens: Tokens) -> Iterator[str]:
         yield f"tokenizer: {kind}, {counted(tokens.vocabulary, 'token')}"
 
 
-def trained_on(tokens: Tokens, held: Tokens | None, config: Config) -> Iterator[str]:
-    """Yield a warning if documents of the validation text are also in the training text."""
-    if held is not None and held.digests & tokens.digests:
-        whole = "" if held.sha256 == tokens.sha256 else "partly "
-        yield (
-            f"data.validation: {config.data.validation} is {whole}the training text, so its loss "
-            "does not measure generalization; use another text"
-        )
+def trained_on(tokens: Tokens, separate: Sequence[Tokens], config: Config) -> Iterator[str]:
+    """Yield a warning for each validation text with documents that are in the training text."""
+    for key, text in by_key(VALIDATION, separate).items():
+        if text.digests & tokens.digests:
+            whole = "" if text.sha256 == tokens.sha256 else "partly "
+            yield (
+                f"{key}: {_paths(config)[key]} is {whole}the training text, so its loss does not "
+                "measure generalization; use another text"
+            )

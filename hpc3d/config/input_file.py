@@ -353,9 +353,10 @@ class DataConfig:
     tokenizer: Literal["byte", "bpe"] | None = None
     """byte has one token per byte value, 256 in total. bpe requires a token file that was created
     with a BPE tokenizer. Default: the tokenizer of the token file, or byte for text files."""
-    validation: Annotated[float | str | None, MoreThan(0), LessThan(1)] = None
+    validation: Annotated[float | str | tuple[str, ...] | None, MoreThan(0), LessThan(1)] = None
     """Validation text for train.eval_every: the fraction of the training text to hold out at its
-    end, such as 0.05, or a separate text in any form allowed for path. Default: none."""
+    end, such as 0.05, or a separate text in any form allowed for path. A list of separate texts
+    gives one loss per text and their mean. Default: none."""
     shuffle: Literal["sequences", "documents"] = "sequences"
     """Random order in each epoch. With sequences, the sequences of each text are shuffled. With
     documents, the documents are shuffled first, so each epoch packs other documents into a
@@ -381,6 +382,11 @@ class DataConfig:
         parts = [Fraction(str(weight)) for weight in self.weights or [1] * len(self.paths())]
         scale = lcm(*(part.denominator for part in parts))
         return [int(part * scale) for part in parts]
+
+    def validation_texts(self) -> tuple[str, ...]:
+        """Return the paths of the separate validation texts."""
+        texts = self.validation or ()
+        return () if isinstance(texts, float) else (texts,) if isinstance(texts, str) else texts
 
     def document_end(self) -> int | None:
         """Return the ID of the token that ends a document, or `None` without boundaries.
@@ -492,8 +498,8 @@ class TrainConfig:
     """Interval in steps between evaluations on data.validation or, for a PyTorch module, on
     torch.validation. The last step is also evaluated. 0 disables evaluation."""
     eval_batches: Annotated[int, AtLeast(0), AtMost(INT32)] = 16
-    """Maximum number of batches per evaluation, each with `batch` sequences. 0 evaluates the
-    complete validation text. For a PyTorch module, the number of batches, which must not be 0."""
+    """Maximum number of batches per evaluation of a text, each with `batch` sequences. 0 evaluates
+    the complete text. For a PyTorch module, the number of batches, which must not be 0."""
     tf32: Annotated[
         bool, ValidFor("train.backend", "cupy"), ValidFor("train.dtype", "float32")
     ] = False

@@ -45,9 +45,11 @@ def _without_validation(config: Config) -> Iterator[str]:
             yield f"train.eval_every = {every} requires torch.validation; {remedy}"
         if config.train.eval_batches == 0:
             yield "train.eval_batches = 0: set the number of batches of torch.validation"
-    elif every > 0 and config.data.validation in (None, ""):
+    elif every > 0 and config.data.validation in (None, "", ()):
         remedy = "set it to the path of a validation text, or to a fraction such as 0.05"
         yield f"train.eval_every = {every} requires data.validation; {remedy}"
+    elif "" in config.data.validation_texts():
+        yield "data.validation must contain no empty path; set it to the paths of texts"
 
 
 def _wrong_weights(data: DataConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Validation text: a separate text, or the held-out end of the training text.
+"""Validation texts: separate texts, or the held-out end of the training text.
 
 Every evaluation reads the same windows in the same order, independent of the seed, the step, the
 mesh and the microbatches, so that validation losses are comparable.
@@ -7,9 +7,10 @@ mesh and the microbatches, so that validation losses are comparable.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,8 +21,9 @@ from hpc3d.data.mixture import mixed
 from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
 
-_KEY = "data.validation"
-_NAMED = re.compile(r"\Adata\.(path|validation)")  # key that an error message names
+VALIDATION = "data.validation"
+_NAMED = re.compile(r"\Adata\.(path|validation(\[\d+\])?)")  # key that an error message names
+_Item = TypeVar("_Item")
 _ORDER = 0  # random seed of the window order, the same for all runs
 
 
@@ -50,7 +52,7 @@ class SeparateText(TokenRange):
     Raises a one-line ValueError that begins with `key` if the text cannot be read.
     """
 
-    def __init__(self, path: str | Path, key: str = _KEY) -> None:
+    def __init__(self, path: str | Path, key: str = VALIDATION) -> None:
         self.key = key
         with naming_key(key):
             tokens = open_tokens(path)
@@ -62,29 +64,62 @@ class SeparateText(TokenRange):
             return super().read(start, stop)
 
 
-def divided(tokens: Tokens, validation: float | str | Path | None) -> tuple[Tokens, Tokens | None]:
-    """Return the training text and the validation text (None if evaluation is disabled).
+def divided(tokens: Tokens, validation: object) -> tuple[Tokens, list[Tokens]]:
+    """Return the training text, and a list with the held-out text.
 
-    `validation` is the fraction to hold out at the end of each part of `tokens`, or the path of a
-    text or token file; None or "" disables evaluation. Raises a one-line ValueError that begins
-    with data.validation if the text cannot be read or has a different tokenizer.
+    `validation` is the value of data.validation. If it is a fraction, this fraction of each part
+    of `tokens` is held out at its end; otherwise, the list is empty.
     """
-    if not validation:
-        return tokens, None
-    if isinstance(validation, float):
-        edges = [(part, len(part) - int(len(part) * validation)) for part in tokens.parts()]
-        trained = [TokenRange(part, 0, edge) for part, edge in edges]
-        held = [TokenRange(part, edge, len(part)) for part, edge in edges]
-        return mixed(trained, tokens.weights), mixed(held, tokens.weights)
-    other = SeparateText(validation)
-    if other.made_by() != tokens.made_by():
-        other.close()
-        raise ValueError(
-            f"{_KEY}: the tokenizer of {validation} ({other.tokenizer}, vocabulary "
-            f"{other.vocabulary}) differs from data.path ({tokens.tokenizer}, vocabulary "
-            f"{tokens.vocabulary}); use a fraction of data.path instead, such as 0.05"
-        )
-    return tokens, other
+    if not isinstance(validation, float):
+        return tokens, []
+    edges = [(part, len(part) - int(len(part) * validation)) for part in tokens.parts()]
+    trained = [TokenRange(part, 0, edge) for part, edge in edges]
+    held = [TokenRange(part, edge, len(part)) for part, edge in edges]
+    return mixed(trained, tokens.weights), [mixed(held, tokens.weights)]
+
+
+def separate_texts(paths: Sequence[str | Path], tokens: Tokens) -> list[SeparateText]:
+    """Open the validation texts at `paths` of a model that is trained on `tokens`.
+
+    Raises a one-line ValueError that begins with data.validation if a text cannot be read, has a
+    different tokenizer, or is listed twice.
+    """
+    with ExitStack() as opened:
+        texts: dict[str, SeparateText] = {}
+        for key, path in by_key(VALIDATION, paths).items():
+            text = opened.enter_context(SeparateText(path, key))
+            if text.made_by() != tokens.made_by():
+                raise ValueError(
+                    f"{key}: the tokenizer of {path} ({text.tokenizer}, vocabulary "
+                    f"{text.vocabulary}) differs from data.path ({tokens.tokenizer}, vocabulary "
+                    f"{tokens.vocabulary}); use a fraction of data.path instead, such as 0.05"
+                )
+            if text.sha256 in texts:
+                same = texts[text.sha256].key
+                raise ValueError(f"{key}: {path} has the same tokens as {same}; list it once")
+            texts[text.sha256] = text
+        opened.pop_all()
+    return [*texts.values()]
+
+
+def by_key(key: str, items: Sequence[_Item]) -> dict[str, _Item]:
+    """Return a dict of the texts of a key, whose keys are KEY[0], KEY[1] etc. if it is a list."""
+    if len(items) == 1:
+        return {key: items[0]}
+    return {f"{key}[{number}]": each for number, each in enumerate(items)}
+
+
+def text_names(paths: Sequence[str]) -> list[str]:
+    """Return a short name for each path: its last components, as few as make all names distinct.
+
+    Equal paths have equal names.
+    """
+    parts = [Path(path).parts for path in paths]
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(each[-count:]) for each in parts]
+        if len({*names}) == len({*parts}):
+            return names
+    return []
 
 
 @contextmanager
@@ -112,8 +147,8 @@ class ValidationBatches:
         least = 2 if remainder else sequence + 1
         if len(tokens) < least:
             raise ValueError(
-                f"{_KEY}: {counted(len(tokens), 'token')}, but model.sequence = {sequence} needs "
-                f"at least {least}; use a longer text, or hold out a larger fraction"
+                f"{VALIDATION}: {counted(len(tokens), 'token')}, but model.sequence = {sequence} "
+                f"needs at least {least}; use a longer text, or hold out a larger fraction"
             )
         targets = len(tokens) - 1
         windows = -(-targets // sequence) if remainder else targets // sequence

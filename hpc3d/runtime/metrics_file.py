@@ -5,8 +5,10 @@ The record of a training step has `step`, `steps` (of the run), `loss`, `learnin
 `peak_bytes` (maximum over ranks) and `time` (seconds since 1970).  A float16 run adds
 `loss_scale`, the loss scale of the next step.  The record of an evaluation has `step` (the
 preceding step), `validation_loss`, `perplexity`, `accuracy`, `evaluated_tokens`,
-`evaluation_seconds` and `time`.  A PyTorch module has no `perplexity` and no `accuracy`, and its
-`evaluated_tokens` are samples.  Values that are not finite are null.
+`evaluation_seconds` and `time`.  If there are several validation texts, `validation_loss` is the
+mean of their losses, and `validation_loss/NAME` is the loss of one text.  A PyTorch module has no
+`perplexity` and no `accuracy`, and its `evaluated_tokens` are samples.  Values that are
+not finite are null.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from hpc3d.console.small_files import replacing
 from hpc3d.runtime.trackers import InBackground, trackers_of
 
 NAME = "metrics.jsonl"
+VALIDATION_LOSS_OF = "validation_loss/"  # prefix of the keys of the losses of single texts
 _MOST = 1e150  # largest valid absolute value, so that the product of two values does not overflow
 _Record = dict[str, Any]
 _Sink = Callable[[_Record], object]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _COMMUNICATION = STREAM.index("communication")
 # Attributes of a trace that are not instances of Table.
 _REFERENCES = ("strings", "groups", "rank_ptr", "calibration")
-_TABLES = ("ranks", "events", "steps", "memory", "evaluation", "experts", "routers")
+_TABLES = ("ranks", "events", "steps", "memory", "evaluation", "validation", "experts", "routers")
 # Tables whose path in the file differs from their attribute name.
 _PATHS = {"clock_samples": "clock/samples", "clock_model": "clock/model"}
 
@@ -178,6 +178,8 @@ def _evaluations(trace: Trace) -> Iterator[Violation]:
     steps = trace.evaluation["step"]
     early = 1 + np.flatnonzero(np.diff(steps) <= 0)
     yield "evaluation", "the step is not greater than in the previous row", early
+    lost = np.flatnonzero(~np.isin(trace.validation["step"], steps))
+    yield "validation", "the evaluation of the step is missing", lost
     inside = labeled(trace.events, "phase", "evaluation") & (trace.events["step"] >= 0)
     yield "events", "an event of an evaluation belongs to a step", np.flatnonzero(inside)
 

@@ -32,7 +32,8 @@ _ASIDE = re.compile(r"trace-(\d+)\.h5")
 _TIMES = ("t_start", "t_end", "posted", "t_local")
 _OF_TRAIN = "batch", "dtype", "orthogonalize", "product_dtype", "product_scale"
 _NEVER = np.iinfo(np.int64).max  # sentinel: later than any event
-_SMALL = {name: TABLES[name] for name in ("steps", "memory", "evaluation", "experts", "routers")}
+_OF_RANK_0 = "evaluation", "validation"  # tables without a column `rank`
+_SMALL = {name: TABLES[name] for name in ("steps", "memory", *_OF_RANK_0, "experts", "routers")}
 _SMALL |= {"clock_samples": schema.CLOCK_SAMPLES, "clock_model": schema.CLOCK_MODEL}
 
 
@@ -247,9 +248,10 @@ class Earlier:
         events["parent"] -= np.where(events["parent"] < 0, 0, self.trace.rows(rank).start)
         by_step = (self.of(rank, name) for name in ("steps", "memory", "experts", "routers"))
         steps, memory, *of_experts = (rows[rows["step"] < self.first] for rows in by_step)
-        evaluation = self.tables["evaluation"] if rank == 0 else self.tables["evaluation"][:0]
-        evaluation = evaluation[evaluation["step"] < self.first]
-        others = steps, memory, self.of(rank, "clock_samples"), evaluation, *of_experts
+        of_rank_0 = (self.tables[name][: None if rank == 0 else 0] for name in _OF_RANK_0)
+        evaluation, validation = (rows[rows["step"] < self.first] for rows in of_rank_0)
+        samples = self.of(rank, "clock_samples")
+        others = steps, memory, samples, evaluation, *of_experts, validation
         return [Segment(self.header(rank), events, *others)] if count else []
 
     def header(self, rank: int) -> dict[str, Any]:

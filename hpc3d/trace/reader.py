@@ -135,6 +135,11 @@ class Trace:
         return self._table("evaluation", schema.EVALUATION)
 
     @cached_property
+    def validation(self) -> Table:
+        """One row per evaluation and validation text, with the columns `schema.VALIDATION`."""
+        return self._table("validation", schema.VALIDATION)
+
+    @cached_property
     def experts(self) -> Table:
         """Numbers of routed and kept tokens per expert, with the columns `schema.EXPERTS`."""
         return self._table("experts", schema.EXPERTS)

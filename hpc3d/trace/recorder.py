@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -76,6 +76,7 @@ class Recorder:
         self.memory: list[tuple[int, ...]] = []
         self.samples: list[Sample] = []
         self.evaluations: list[tuple[float, ...]] = []
+        self.validation: list[tuple[float, ...]] = []
         self.experts: list[ExpertRow] = []
         self.routers: list[RouterRow] = []
         self.router_sums = RouterSums()
@@ -240,14 +241,22 @@ class Recorder:
         self._flush_if_due(now)
 
     def end_evaluation(
-        self, step: int, loss: float, tokens: int, accuracy: float, seconds: float
+        self,
+        step: int,
+        loss: float,
+        tokens: int,
+        accuracy: float,
+        seconds: float,
+        texts: Sequence[tuple[float, ...]] = (),
     ) -> None:
         """End an evaluation after `step`: record its results on rank 0.
 
-        A segment is written if one is due.
+        `texts` contains the loss, tokens and accuracy of each of several texts. A segment is
+        written if one is due.
         """
         if self.rank == 0:
             self.evaluations.append((step, loss, tokens, accuracy, seconds))
+            self.validation += [(step, number, *each) for number, each in enumerate(texts)]
         self._flush_if_due(self.clock())
 
     def _flush_if_due(self, now: int) -> None:
@@ -266,11 +275,12 @@ class Recorder:
             "evaluation": self.evaluations,
             "experts": self.experts,
             "routers": self.routers,
+            "validation": self.validation,
         }
         tables = [np.asarray(recorded[name], record_type(TABLES[name])) for name in TABLES]
         write_segment(path, header, list(self.strings), *tables)
         self.steps, self.memory, self.samples, self.count = [], [], [], 0
-        self.evaluations, self.experts, self.routers = [], [], []
+        self.evaluations, self.validation, self.experts, self.routers = [], [], [], []
         self.segments, self.flushed = self.segments + 1, self.clock()
 
 

@@ -168,6 +168,12 @@ EVALUATION = (
     Column("seconds", "f8", "s", "duration on rank 0", 0),
 )
 
+VALIDATION = (
+    Column("step", "i4", "1", "training step before the evaluation", 0),
+    Column("text", "i4", "1", "index of the text in data.validation", 0),
+    *(column for column in EVALUATION if column.name in ("loss", "tokens", "accuracy")),
+)
+
 EXPERTS = (
     Column("rank", "i4", "1", "mesh rank that stores the tokens", 0, "ranks"),
     Column("step", "i4", "1", "training step", 0),
@@ -329,8 +335,13 @@ LAYOUT = {
     "steps": TableSchema("One row per rank and completed step.", STEPS),
     "evaluation": TableSchema(
         "One row per evaluation on held-out text. The values are aggregated over all ranks."
-        " The events of an evaluation have the phase evaluation and step -1.",
+        " The events of an evaluation have the phase evaluation and step -1. If there are several"
+        " validation texts, the loss and the accuracy are means over the texts.",
         EVALUATION,
+    ),
+    "validation": TableSchema(
+        "One row per evaluation and validation text, if there are several validation texts.",
+        VALIDATION,
     ),
     "experts": TableSchema(
         "One row per completed step, mixture-of-experts layer, expert and rank that routes tokens."

@@ -2,7 +2,7 @@
 
     RUN/trace/rank-00003-0000.npz    of rank 3: header and strings (JSON), events, steps, memory,
                                      samples of its host's clock, evaluations,
-                                     expert loads, router losses
+                                     expert loads, router losses, validation losses
 
 Segments are synced to disk, so a run that is killed loses only the events since the last segments.
 `hpc3d.trace.merge.merge` merges all segments into one file.
@@ -27,6 +27,7 @@ from hpc3d.trace.schema import (
     MEMORY,
     ROUTERS,
     STEPS,
+    VALIDATION,
     VERSION,
     record_type,
 )
@@ -39,6 +40,7 @@ TABLES = {
     "evaluation": EVALUATION,
     "experts": EXPERTS,
     "routers": ROUTERS,
+    "validation": VALIDATION,
 }
 _NAME = re.compile(r"rank-(\d{5,})-(\d{4,})\.npz")
 
@@ -55,6 +57,7 @@ class Segment(NamedTuple):
     evaluation: np.ndarray = np.zeros(0, record_type(EVALUATION))
     experts: np.ndarray = np.zeros(0, record_type(EXPERTS))
     routers: np.ndarray = np.zeros(0, record_type(ROUTERS))
+    validation: np.ndarray = np.zeros(0, record_type(VALIDATION))
 
 
 def segment_path(run_dir: Path | str, rank: int, number: int) -> Path:

@@ -13,11 +13,13 @@ import logging
 import os
 import time
 from math import isfinite, nan
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.arrays.pool import has_values, on_host
+from hpc3d.data.validation import VALIDATION
 from hpc3d.model.microbatch import count_targets
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.stage import build
@@ -45,6 +47,9 @@ class Evaluation(NamedTuple):
     `loss` is the mean loss in nats over all tokens with a target, and `tokens` is the number of
     these tokens. `accuracy` is the fraction of them predicted correctly. For a torch module,
     `tokens` is the number of samples, and `accuracy` is NaN.
+
+    If there are several validation texts, `texts` contains their evaluations. `loss` and
+    `accuracy` are then means over the texts, and `tokens` and `seconds` are sums.
     """
 
     step: int
@@ -52,12 +57,20 @@ class Evaluation(NamedTuple):
     tokens: int
     accuracy: float
     seconds: float
+    texts: tuple[Evaluation, ...] = ()
 
     @property
     def perplexity(self) -> float:
         """Return the perplexity exp(loss), or infinity on overflow."""
         with np.errstate(over="ignore"):
             return float(np.exp(self.loss))
+
+
+def _mean(texts: tuple[Evaluation, ...]) -> Evaluation:
+    """Combine the evaluations of several texts after one step; each text has the same weight."""
+    _, losses, tokens, accuracies, seconds, _ = zip(*texts)
+    loss, accuracy = fmean(losses), fmean(accuracies)
+    return Evaluation(texts[0].step, loss, sum(tokens), accuracy, sum(seconds), texts)
 
 
 class Best(NamedTuple):
@@ -70,23 +83,26 @@ class Best(NamedTuple):
 class Evaluator:
     """Evaluates a trainer's model every `train.eval_every` steps and after the last step.
 
-    Only rank 0 passes `batches`, such as ValidationBatches; `batches.count` is the number of
-    batches. The constructor and the methods are collective: all ranks must call them. `best` is
-    the best evaluation so far. To evaluate another model, override `stages` and `count_tokens`.
+    Only rank 0 passes `batches`, which contains the batches of each of the `texts` validation
+    texts, such as ValidationBatches, with their number in `count`. The constructor and the methods
+    are collective: all ranks must call them. `best` is the best evaluation so far. To evaluate
+    another model, override `stages` and `count_tokens`.
     """
 
     def __init__(
         self,
         trainer: Trainer | FrozenModel,
-        batches: Any,
+        batches: Sequence[Any] | None,
         program: Program | None = None,
         feed: Callable[..., Any] = MicrobatchLoader,
+        texts: int = 1,
     ) -> None:
-        self.trainer, self.mesh, self.batches, self.feed = trainer, trainer.mesh, batches, feed
+        self.trainer, self.mesh, self.feed = trainer, trainer.mesh, feed
+        self.batches = batches or [None] * texts
         self.program = program or forward_program_of(trainer.config)
-        count = np.array([batches.count if batches else 0])
+        counts = np.array([each.count if each else 0 for each in self.batches])
         with self.mesh.trace.scope(phase="evaluation"):
-            self.count = int(self.mesh.world.all_reduce(count, "max").wait()[0])
+            self.counts = self.mesh.world.all_reduce(counts, "max").wait().tolist()
         weights = self.program.weights(trainer.parameters)
         self.engine = Engine(
             self.mesh,
@@ -123,24 +139,31 @@ class Evaluator:
 
     def evaluate(self, number: int) -> Evaluation:
         """Evaluate the model with its current weights, after training step `number`."""
-        trace, start = self.mesh.trace, self.trainer.clock()
+        trace = self.mesh.trace
         with trace.scope(phase="evaluation"):
-            loss, right, tokens = self.totals()
-        seconds = self.trainer.clock() - start
-        mean, share = (total / tokens if tokens else nan for total in (loss, right))
-        found = Evaluation(number, mean, tokens, share, seconds)
-        trace.end_evaluation(*found)
+            every = zip(self.batches, self.counts, strict=True)
+            texts = tuple(self._evaluated(number, *each) for each in every)
+        found = _mean(texts) if len(texts) > 1 else texts[0]
+        trace.end_evaluation(*found[:5], [each[1:4] for each in found.texts])
         return found
 
-    def totals(self) -> tuple[float, float, int]:
+    def _evaluated(self, number: int, batches: Any, count: int) -> Evaluation:
+        start = self.trainer.clock()
+        loss, right, tokens = self.totals(batches, count)
+        seconds = self.trainer.clock() - start
+        mean, share = (total / tokens if tokens else nan for total in (loss, right))
+        return Evaluation(number, mean, tokens, share, seconds)
+
+    def totals(self, batches: Any, count: int) -> tuple[float, float, int]:
         """Return the summed loss, the number of correct predictions and the number of tokens.
 
-        Only tokens with a target are counted. The totals cover all batches and ranks.
+        Only tokens with a target are counted. The totals cover the `count` batches of a text and
+        all ranks.
         """
-        feed = self.feed(self.mesh, self.trainer.config, self.batches, self.program)
+        feed = self.feed(self.mesh, self.trainer.config, batches, self.program)
         sums, tokens = np.zeros(2), 0
-        for number in range(self.count):
-            log.info("evaluating batch %d of %d", number + 1, self.count)
+        for number in range(count):
+            log.info("evaluating batch %d of %d", number + 1, count)
             micros = feed.fetch(number)
             self.engine.run(self.groups(micros), micros, EVALUATION)
             found = self.engine.losses.pop(number, 0.0)
@@ -195,10 +218,11 @@ def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[
     `texts` describes the text files, if known. The settings include `checkpoint.keep_best`,
     because a run without this setting does not keep the checkpoint with its lowest loss.
     """
-    text = config.torch.validation or config.data.validation or None
-    if isinstance(text, str) and not config.torch.validation:
-        described = (texts or {}).get("data.validation")
-        text = described["sha256"] if described else os.path.abspath(text)
+    text: Any = config.torch.validation or config.data.validation or None
+    if not config.torch.validation and (separate := config.data.validation_texts()):
+        validation = [each for key, each in (texts or {}).items() if key.startswith(VALIDATION)]
+        known = [each["sha256"] for each in validation]
+        text = sorted(known or map(os.path.abspath, separate))
     train, sequence = config.train, config.model.sequence
     return text, train.eval_batches, train.batch, sequence, config.checkpoint.keep_best
 

@@ -20,11 +20,12 @@ from hpc3d.config.input_file import Config, ModelConfig
 from hpc3d.config.load import flat, literal
 from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.console.small_files import naming
+from hpc3d.data.validation import text_names
 from hpc3d.model.families import with_epsilon
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.schedule import usual as usual_schedule
 from hpc3d.runtime.colors import say
-from hpc3d.runtime.metrics_file import MetricsFile, sinks_of
+from hpc3d.runtime.metrics_file import VALIDATION_LOSS_OF, MetricsFile, sinks_of
 from hpc3d.training.graphed_step import graph_in_words
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Log:
 
     metrics: MetricsFile | None = None
     is_module = False  # True for a PyTorch module
+    texts: Sequence[str] = ()  # names of the validation texts
 
     def __init__(self, path: Path, speaks: bool, mode: str = "w") -> None:
         self.path, self.file = path, path.open(mode, encoding="utf-8") if speaks else None
@@ -91,6 +93,7 @@ class Log:
     def record(self, start: int, config: Config) -> None:
         """Print the header of the step table, and open metrics.jsonl at step `start`."""
         self.is_module = bool(config.torch.factory)
+        self.texts = text_names(config.data.validation_texts())
         rate = "samples/s" if self.is_module else " tokens/s"
         self.say(
             f"step     loss  learning rate  gradient norm {rate}  communication  peak MB  seconds"
@@ -146,13 +149,14 @@ class Log:
     def evaluation(self, done: Evaluation, best: bool) -> None:
         """Log an evaluation and write its metrics. `best` is True for the best loss so far."""
         scores = {"perplexity": done.perplexity, "accuracy": done.accuracy}
-        text = f", perplexity {done.perplexity:.2f}, accuracy {100 * done.accuracy:.2f} %"
         if self.is_module:
-            scores, text = {}, ""
-        unit = "samples" if self.is_module else "tokens"
+            scores = {}
+        texts = dict(zip(self.texts, done.texts, strict=False))
+        for name, each in texts.items():
+            self.say(f"evaluation of {name}: {self._result(each)}")
         self.say(
-            f"evaluation after step {done.step}: loss {done.loss:.4f}{text}; {done.tokens} {unit} "
-            f"in {done.seconds:.2f} s" + ", the best so far" * best,
+            f"evaluation after step {done.step}: {'mean ' * bool(texts)}{self._result(done)}"
+            + ", the best so far" * best,
             "green",
         )
         if self.metrics:
@@ -162,7 +166,15 @@ class Log:
                 **scores,
                 evaluated_tokens=done.tokens,
                 evaluation_seconds=done.seconds,
+                **{f"{VALIDATION_LOSS_OF}{name}": each.loss for name, each in texts.items()},
             )
+
+    def _result(self, done: Evaluation) -> str:
+        unit, scores = "samples", ""
+        if not self.is_module:
+            unit = "tokens"
+            scores = f", perplexity {done.perplexity:.2f}, accuracy {100 * done.accuracy:.2f} %"
+        return f"loss {done.loss:.4f}{scores}; {done.tokens} {unit} in {done.seconds:.2f} s"
 
 
 def differences(config: Config) -> list[str]:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.data.batches import Batches
-from hpc3d.data.validation import ValidationBatches
+from hpc3d.data.validation import VALIDATION, ValidationBatches, by_key, naming_key
 from hpc3d.model.families import family_of
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import below_one, philox_draws, philox_key
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpc3d.config.input_file import Config
     from hpc3d.data.token_file import Tokens
 
@@ -64,6 +66,18 @@ def validation_of(config: Config, tokens: Tokens, remainder: bool = False) -> Va
         return ValidationBatches(tokens, sequence, train.batch, train.eval_batches, remainder)
     masking = _masking_of(config, tokens)
     return MaskedValidation(tokens, sequence, train.batch, train.eval_batches, masking)
+
+
+def validations_of(config: Config, texts: Sequence[Tokens]) -> list[ValidationBatches]:
+    """Return the evaluation batches of each validation text of a run.
+
+    Raises a one-line ValueError that begins with the key of a text if the text is too short.
+    """
+    found = []
+    for key, text in by_key(VALIDATION, texts).items():
+        with naming_key(key):
+            found.append(validation_of(config, text))
+    return found
 
 
 def _masking_of(config: Config, tokens: Tokens) -> Masking:

@@ -19,7 +19,7 @@ RANKS, STEPS = 2, 9
 FLAT = {
     "checkpoint__every": 2,
     "train__eval_every": 3,
-    "data__validation": 0.1,
+    "data__validation": '["LICENSE", "setup.cfg"]',
     "parallel__scheme": "1d",
     "mesh__x": 2,
 }
@@ -69,6 +69,12 @@ def test_losses_of_all_attempts_equal_those_of_an_uninterrupted_run(
     evaluations = opened.table("evaluation")
     assert evaluations["step"].tolist() == [2, 5, 8]
     assert evaluations["attempt"].tolist() == [1, 2, 3]
+    texts = opened.table("validation")
+    assert texts["step"].tolist() == [2, 2, 5, 5, 8, 8]
+    assert texts["text"].tolist() == ["LICENSE", "setup.cfg"] * 3
+    assert texts["attempt"].tolist() == [1, 1, 2, 2, 3, 3]
+    means = texts.groupby("step")["loss"].mean().to_numpy()
+    np.testing.assert_allclose(means, evaluations["loss"], rtol=1e-12)
 
 
 @pytest.mark.slow

@@ -91,7 +91,8 @@ def test_resumed_run_is_starting_until_its_log_is_updated(tmp_path):
 def test_live_screen_shows_progress_loss_and_axis_waits(tmp_path):
     records(tmp_path, range(4))
     with (tmp_path / NAME).open("a") as file:
-        file.write('{"step": 3, "validation_loss": 3.25}\n{"step": 4, "lo')
+        texts = '"validation_loss/a.h5": 3.0, "validation_loss/b.h5": null'
+        file.write(f'{{"step": 3, "validation_loss": 3.25, {texts}}}\n{{"step": 4, "lo')
     segment(tmp_path, 0, 0, [("all_gather", 0, 10, 30)])
     found = live(tmp_path)
     found.update(found.recent[-1]["time"] + 1)
@@ -102,7 +103,7 @@ def test_live_screen_shows_progress_loss_and_axis_waits(tmp_path):
         "1,000 tokens/s, 2.00 s per step, communication 50.0%, peak memory per rank up to 10.0 MB"
         in text
     )
-    assert "validation 3.2500 after step 3, the best so far" in text
+    assert "validation 3.2500 after step 3, the best so far, a.h5 3.0000" in text
     assert "\nx           30.0%" in text
     line = f"{tmp_path.name}   running: step 4 of 10, loss 3.0000, 1,000 tokens/s, 12 s left"
     assert found.line() == line

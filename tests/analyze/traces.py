@@ -70,7 +70,7 @@ def trained(folder, ranks, evaluate=False, **values):
         recorder = Recorder(folder, header(config, mesh.rank, ranks))
         batches = Held(config, 17) if mesh.rank == 0 else None
         trainer = Trainer(mesh.traced(recorder), config, 17, batches)
-        evaluator = Evaluator(trainer, batches) if evaluate else None
+        evaluator = Evaluator(trainer, batches and [batches]) if evaluate else None
         for number in range(config.train.steps):
             trainer.step(number)
             if evaluator:

@@ -19,7 +19,7 @@ from hpc3d.data.mixture import open_texts
 from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
 from hpc3d.data.tokenizer_files import characters
-from hpc3d.data.validation import divided
+from hpc3d.data.validation import separate_texts
 from tests.runs import plan_of
 
 
@@ -38,8 +38,7 @@ def configured(path="one.txt", validation=None):
 
 def of_run(config, run):
     """Return the texts that a checkpoint of a run records."""
-    held = config.data.validation
-    held = open_tokens(held) if isinstance(held, str) else None
+    held = [open_tokens(path) for path in config.data.validation_texts()]
     return recorded(described(open_tokens(config.data.path), held), config, run)
 
 
@@ -59,6 +58,20 @@ def test_non_file_data_settings_are_unchanged(here, validation):
     assert located(configured("inputs/corpus", validation)) == configured(
         "inputs/corpus", validation
     )
+
+
+def test_list_of_validation_texts_is_recorded_and_found_next_to_a_moved_run(here):
+    (here / "project").mkdir()
+    names = ["one.txt", "two.txt", "three.txt"]
+    for name in names:
+        (here / name).rename(here / "project" / name)
+    paths = [f"project/{name}" for name in names]
+    config = located(configured(paths[0], tuple(paths[1:])))
+    texts = of_run(config, here / "project" / "run")
+    assert [*texts] == ["data.path", "data.validation[0]", "data.validation[1]"]
+    (here / "project").rename(here / "moved")
+    found = located(config, here / "moved" / "run", texts).data.validation
+    assert found == tuple(str(here / "moved" / name) for name in names[1:])
 
 
 def test_moved_project_finds_its_texts_next_to_the_run(here, monkeypatch):
@@ -117,7 +130,7 @@ def test_a_validation_text_that_disappeared_is_refused(name, here):
     (here / name).unlink()
     config = located(config, here / "results" / "run", texts)
     with pytest.raises(ValueError, match=rf"\Adata\.validation: {here / name} does not exist;"):
-        divided(open_tokens(config.data.path), config.data.validation)
+        separate_texts(config.data.validation_texts(), open_tokens(config.data.path))
 
 
 def test_changed_validation_text_is_reported(here):
@@ -128,6 +141,20 @@ def test_changed_validation_text_is_reported(here):
     assert (
         line.startswith(f"data.validation: {here / 'two.txt'} ") and "best evaluation loss" in line
     )
+
+
+def test_changes_of_a_list_of_validation_texts_are_reported(here):
+    def lines(old, new):
+        configs = [located(configured(validation=each)) for each in (old, new)]
+        return [*differences(*(of_run(each, here) for each in configs), configs[1])]
+
+    assert lines(("two.txt", "three.txt"), ("three.txt", "two.txt")) == []
+    (line,) = lines("two.txt", ("three.txt", "two.txt"))
+    assert line.startswith(f"data.validation[0]: {here / 'three.txt'} is new; ")
+    (line,) = lines(("two.txt", "three.txt"), "three.txt")
+    assert line.startswith(f"data.validation: {here / 'two.txt'} is no longer evaluated; ")
+    (line,) = lines(("two.txt", "three.txt"), ("two.txt", "one.txt"))
+    assert line.startswith(f"data.validation[1]: {here / 'one.txt'} differs ") and "reset" in line
 
 
 def test_validation_text_that_was_training_text_is_reported(here):
@@ -153,7 +180,7 @@ def test_validation_text_inside_the_training_text_is_reported(held, part, here):
     (here / "copy.txt").write_text("one" * 50)
     write_tokens(here / "one.h5", [here / "one.txt"], ByteTokenizer())
     texts = open_tokens("one.txt"), open_tokens(held)
-    (line,) = trained_on(*texts, configured(validation=held))
+    (line,) = trained_on(texts[0], texts[1:], configured(validation=held))
     assert line.startswith(f"data.validation: {held} is {part}the training text")
 
 
@@ -163,10 +190,10 @@ def test_shared_documents_are_reported_except_empty_ones(here):
         (here / folder / "empty.txt").write_text("")
         (here / folder / "own.txt").write_text(folder)
     texts = open_tokens("train"), open_tokens("held")
-    assert [*trained_on(*texts, configured())] == []
+    assert [*trained_on(texts[0], texts[1:], configured())] == []
     (here / "held" / "copy.txt").write_text("train")
-    assert [*trained_on(open_tokens("train"), open_tokens("held"), configured())] != []
-    assert [*trained_on(open_tokens("train"), None, configured())] == []
+    assert [*trained_on(texts[0], [open_tokens("held")], configured(validation="held"))] != []
+    assert [*trained_on(texts[0], [], configured())] == []
 
 
 def test_rank_0_records_the_opened_texts_and_their_notes(here):
@@ -195,7 +222,7 @@ def mixed(*names, validation=None):
 
 def of_mixture(config, run):
     tokens = open_texts(config.data.paths(), config.data.ratio())
-    return recorded(described(tokens, None), config, run)
+    return recorded(described(tokens), config, run)
 
 
 def test_each_text_of_a_mixture_is_recorded_and_found_next_to_the_run(here):

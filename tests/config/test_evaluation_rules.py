@@ -27,6 +27,8 @@ PIPEDREAM = (
     (("--data.validation", "nan"), "data.validation = nan: ... above 0"),
     (EVERY, "train.eval_every = 5 ... data.validation; ... such as 0.05"),
     ((*EVERY, "--data.validation", ""), "train.eval_every = 5 ... data.validation"),
+    ((*EVERY, "--data.validation", "[]"), "train.eval_every = 5 ... data.validation"),
+    (("--data.validation", '["a.txt", ""]'), "data.validation must contain no empty path; ..."),
     (("--train.eval_every", "-1"), "train.eval_every = -1: must be at least 0"),
     (("--train.eval_batches", "-1"), "train.eval_batches = -1: must be at least 0"),
     ((*BEST, *HELD), "checkpoint.keep_best = true: ... train.eval_every > 0; ..."),

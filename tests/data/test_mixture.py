@@ -125,7 +125,7 @@ def test_mixture_is_read_as_the_concatenation_of_its_texts():
 
 
 def test_fraction_is_held_out_at_the_end_of_each_text():
-    trained, held = divided(mixture({0: 33, 1: 66}, [2, 1]), 0.1)
+    trained, (held,) = divided(mixture({0: 33, 1: 66}, [2, 1]), 0.1)
     assert [len(part) for part in trained.parts()] == [90, 180]
     order = starts(Batches(trained, 3, 30, 0), range(9))
     assert max(by_text(order, 0)) + 3 < 90 and max(by_text(order, 1)) + 3 < 180

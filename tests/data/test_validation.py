@@ -1,19 +1,28 @@
 """Validation data: the held-out text, the windows that are read, and rejected settings."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from hpc3d.config.input_file import Config
 from hpc3d.data.batches import IGNORE, Batches
 from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
-from hpc3d.data.validation import TokenRange, ValidationBatches, divided
+from hpc3d.data.validation import (
+    TokenRange,
+    ValidationBatches,
+    divided,
+    separate_texts,
+    text_names,
+)
+from hpc3d.training.masking import validations_of
 from tests.data.test_batches import Numbers
 
 
 def test_held_out_tokens_are_the_last_and_are_never_trained_on():
-    trained, held = divided(Numbers(1000), 0.1)
+    trained, (held,) = divided(Numbers(1000), 0.1)
     assert (len(trained), len(held)) == (900, 100)
     assert held.read(0, 100).tolist() == [*range(900, 1000)]
     batches = Batches(trained, 4, 25, 7)
@@ -21,10 +30,10 @@ def test_held_out_tokens_are_the_last_and_are_never_trained_on():
     assert (min(seen), max(seen)) == (0, 896)
 
 
-@pytest.mark.parametrize("nothing", [None, ""])
-def test_all_tokens_are_trained_on_without_validation(nothing):
+@pytest.mark.parametrize("nothing", [None, "", "other.txt"])
+def test_all_tokens_are_trained_on_without_held_out_text(nothing):
     tokens = Numbers(10)
-    assert divided(tokens, nothing) == (tokens, None)
+    assert divided(tokens, nothing) == (tokens, [])
 
 
 def windows_of(batches):
@@ -70,8 +79,8 @@ def test_evaluations_read_the_same_sample_of_windows():
     assert len({*starts}) == 50 and min(starts) < 1000 and max(starts) > 3000
 
 
-def refused(function, *given):
-    with pytest.raises(ValueError, match=r"\Adata\.validation: ") as caught:
+def refused(function, *given, key=""):
+    with pytest.raises(ValueError, match=rf"\Adata\.validation{key}: ") as caught:
         function(*given)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -86,8 +95,8 @@ def test_validation_text_shorter_than_a_window_is_rejected():
 def test_separate_validation_text(tmp_path, text):
     (tmp_path / "other.txt").write_text("held")
     tokens = open_tokens(text)
-    trained, held = divided(tokens, str(tmp_path / "other.txt"))
-    assert trained is tokens and bytes(held.read(0, 5).tolist()) == b"held\0"
+    (held,) = separate_texts([str(tmp_path / "other.txt")], tokens)
+    assert bytes(held.read(0, 5).tolist()) == b"held\0"
     assert held.made_by() == tokens.made_by()
     (tmp_path / "other.txt").write_text("x")
     assert "was truncated" in refused(held.read, 0, 5)
@@ -95,16 +104,45 @@ def test_separate_validation_text(tmp_path, text):
 
 def test_closing_the_validation_text_closes_its_file(tmp_path, text):
     write_tokens(tmp_path / "tokens.h5", [text], ByteTokenizer())
-    with divided(open_tokens(text), str(tmp_path / "tokens.h5"))[1] as held:
+    (held,) = separate_texts([tmp_path / "tokens.h5"], open_tokens(text))
+    with held:
         held.read(0, 5)
     assert "not a readable token file" in refused(held.read, 0, 5)
 
 
 def test_unreadable_validation_text_error_names_its_key(tmp_path, text):
     tokens = open_tokens(text)
-    assert "does not exist" in refused(divided, tokens, str(tmp_path / "none.txt"))
+    assert "does not exist" in refused(separate_texts, [tmp_path / "none.txt"], tokens)
     (tmp_path / "bad.h5").write_bytes(b"no tokens")
-    assert "not a readable token file" in refused(divided, tokens, str(tmp_path / "bad.h5"))
+    assert "not a readable token file" in refused(separate_texts, [tmp_path / "bad.h5"], tokens)
+
+
+def test_error_names_the_entry_of_a_list_of_validation_texts(tmp_path, text):
+    for name, content in (("a.txt", "first"), ("b.txt", "other"), ("c.txt", "first")):
+        (tmp_path / name).write_text(content)
+    tokens, paths = open_tokens(text), [tmp_path / name for name in ("a.txt", "b.txt", "c.txt")]
+    one, two = separate_texts(paths[:2], tokens)
+    assert [bytes(each.read(0, 6).tolist()) for each in (one, two)] == [b"first\0", b"other\0"]
+    line = refused(separate_texts, paths, tokens, key=r"\[2\]")
+    assert "c.txt has the same tokens as data.validation[0]" in line
+    assert "does not exist" in refused(
+        separate_texts, [*paths[:2], tmp_path / "none.txt"], tokens, key=r"\[2\]"
+    )
+    config = replace(Config(), model=replace(Config().model, sequence=6, vocabulary=256))
+    (tmp_path / "d.txt").write_text("a longer text")
+    held = separate_texts([tmp_path / "d.txt", paths[0]], tokens)
+    assert "6 tokens" in refused(validations_of, config, held, key=r"\[1\]")
+    assert len(validations_of(config, held[:1])) == 1
+
+
+@pytest.mark.parametrize(("paths", "names"), [
+    ((), []),
+    (("a/held.txt",), ["held.txt"]),
+    (("/data/web.h5", "code.h5"), ["web.h5", "code.h5"]),
+    (("/web/val.h5", "/code/val.h5", "x.txt"), ["web/val.h5", "code/val.h5", "x.txt"]),
+])  # fmt: skip
+def test_names_of_texts_are_short_and_distinct(paths, names):
+    assert text_names(paths) == names
 
 
 def test_validation_tokens_of_another_tokenizer_are_rejected(tmp_path, text, bpe):
@@ -114,10 +152,11 @@ def test_validation_tokens_of_another_tokenizer_are_rejected(tmp_path, text, bpe
 
     byte, learned = prepared("byte.h5", ByteTokenizer()), prepared("bpe.h5", bpe)
     bytes_of, learned_of = open_tokens(byte), open_tokens(learned)
-    assert len(divided(open_tokens(text), byte)[1]) == len(bytes_of)
+    assert len(separate_texts([byte], open_tokens(text))[0]) == len(bytes_of)
     for tokens, path in ((bytes_of, learned), (learned_of, byte), (learned_of, str(text))):
         assert re.search(
-            r"the tokenizer of .* differs .* fraction of data.path", refused(divided, tokens, path)
+            r"the tokenizer of .* differs .* fraction of data.path",
+            refused(separate_texts, [path], tokens),
         )
     learned_of.json += " "  # the same name and vocabulary, other merges
-    assert "differs from data.path" in refused(divided, learned_of, learned)
+    assert "differs from data.path" in refused(separate_texts, [learned], learned_of)

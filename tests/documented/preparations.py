@@ -104,6 +104,7 @@ FILES = {
         "mine.jsonl": _lines("text"),
     },
     "docs/evaluate.md": {"held-out.txt": _text(TEXT), "other.txt": _text(TEXT * 3)},
+    "docs/evaluation.md": {"web.txt": _text(TEXT), "code.txt": _text(TEXT * 3)},
     "docs/generation.md": {"text.txt": _text("The function")},
     "docs/partition-graph.md": {"COSTS.json": _text(json.dumps(GRAPH))},
     "docs/partition.md": {

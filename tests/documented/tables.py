@@ -55,6 +55,7 @@ REDUCED = {
     r"train (llama-3d|bert)-64": f"{PLANE} {SHORT}",
     r"train gpt-3d-64 --data.validation": f"{PLANE} {SHORT} --train.eval_every 1 "
     "--data.validation 0.01",
+    r"evaluation\.md .*web\.txt": f"{SHORT} --train.eval_every 1",
     r"train gpt-3d-64 --checkpoint.every": f"{PLANE} {SHORT} --checkpoint.every 2",
     r"train long-context-16": "-np 4 --mesh.c 4 --model.sequence 512 --train.steps 1",
     r"train moe-(switch|llama)-64": EXPERTS,
@@ -110,6 +111,8 @@ SHOWN = {
         r"held-out\.txt +[\d.]+ +[\d.,]+ +[\d.]+ +[\d.]+% +2,280 +[\d,]+\nother\.txt .* 6,840 ",
     ],
     "docs/evaluation.md": [
+        r"evaluation of code\.txt: loss [\d.]+, perplexity [\d.]+, accuracy",
+        r"evaluation after step \d+: mean loss [\d.]+, perplexity [\d.]+, accuracy",
         r"evaluation after step \d+: loss [\d.]+, perplexity [\d.]+, accuracy [\d.]+ %; "
         r"\d+ tokens in [\d.]+ s, the best so far",
     ],

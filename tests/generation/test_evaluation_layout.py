@@ -124,7 +124,7 @@ def evaluated(path, words, ranks, text):
         restore(found.source.open(config), model.parameters, None)
         if mesh.rank == 0:
             batches = validation_of(config, open_tokens(text), remainder=True)
-        return FrozenEvaluator(model, batches).evaluate(0), dict(mesh.pool.peak)
+        return FrozenEvaluator(model, batches and [batches]).evaluate(0), dict(mesh.pool.peak)
 
     return run(config.sizes(), rank)
 

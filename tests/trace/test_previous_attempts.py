@@ -58,7 +58,8 @@ def attempt(folder, first, last, created=5, clock=SOME, layout=PIPELINE, **chang
             trainer.step(number)
             with trainer.mesh.trace.span("snapshot", "none"):  # between steps
                 pass
-            trainer.mesh.trace.end_evaluation(number, first + 0.5, 34, 0.25, 0.1)
+            texts = [(first + loss, 17, 0.25) for loss in (0.25, 0.75)]
+            trainer.mesh.trace.end_evaluation(number, first + 0.5, 34, 0.25, 0.1, texts)
         recorder.flush()
 
     threads.run(config.sizes(), rank)
@@ -118,6 +119,9 @@ def test_kept_steps_are_followed_by_those_of_the_new_attempt(tmp_path):
         assert trace.attrs["segments"] == RANKS
         evaluated = [trace.evaluation[name].tolist() for name in ("step", "loss")]
         assert evaluated == [[*range(6)], [0.5, 0.5, 2.5, 2.5, 2.5, 2.5]]
+        assert trace.validation["step"].tolist() == [*np.repeat(range(6), 2)]
+        assert trace.validation["text"].tolist() == [0, 1] * 6
+        assert trace.validation["loss"].tolist() == [0.25, 0.75] * 2 + [2.25, 2.75] * 4
     for (rank, step), values in found.items():
         if step >= 0:
             assert values == (before if step < 2 else after)[rank, step], (rank, step)

@@ -174,14 +174,17 @@ def test_evaluation_is_a_row_of_rank_0(rank, tmp_path, clock):
     end_step(recorder)
     with recorder.scope(phase="evaluation"), recorder.span("gemm", "gemm"):
         pass
-    recorder.end_evaluation(0, 2.5, 96, 0.25, 0.5)
+    recorder.end_evaluation(0, 2.5, 96, 0.25, 0.5, [(2.0, 32, 0.5), (3.0, 64, 0.0)])
     recorder.flush()
     found = read_segment(segment_path(tmp_path, rank, 0), rank)
     assert found.evaluation.tolist() == [(0, 2.5, 96, 0.25, 0.5)] * (rank == 0)
+    texts = [(0, 0, 2.0, 32, 0.5), (0, 1, 3.0, 64, 0.0)]
+    assert found.validation.tolist() == texts * (rank == 0)
     assert found.events["step"].tolist() == [-1]
     assert PHASE[found.events["phase"][0]] == "evaluation"
     recorder.flush()
-    assert not len(read_segment(segment_path(tmp_path, rank, 1), rank).evaluation)
+    again = read_segment(segment_path(tmp_path, rank, 1), rank)
+    assert not len(again.evaluation) and not len(again.validation)
 
 
 def test_long_evaluation_does_not_fill_the_table(tmp_path, clock):

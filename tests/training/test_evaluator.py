@@ -56,7 +56,7 @@ class Held:
 
 def evaluator_of(trainer):
     batches = Held(trainer.config) if trainer.mesh.rank == 0 else None
-    return Evaluator(trainer, batches)
+    return Evaluator(trainer, batches and [batches])
 
 
 def frozen_evaluation(trainer):
@@ -66,7 +66,7 @@ def frozen_evaluation(trainer):
     for item in model.parameters:
         item.value[...] = values[item.name]
     batches = Held(trainer.config) if trainer.mesh.rank == 0 else None
-    return FrozenEvaluator(model, batches).evaluate(trainer.number)
+    return FrozenEvaluator(model, batches and [batches]).evaluate(trainer.number)
 
 
 def test_microbatches_without_targets_are_skipped():
@@ -77,8 +77,8 @@ def test_microbatches_without_targets_are_skipped():
         evaluator = FrozenEvaluator(FrozenModel(mesh, config), None)
         execute = evaluator.engine.execute
         evaluator.engine.execute = lambda each: (passes.append(each), execute(each))
-        evaluator.batches = Held(config) if mesh.rank == 0 else None
-        evaluator.count = Held.count
+        evaluator.batches = [Held(config) if mesh.rank == 0 else None]
+        evaluator.counts = [Held.count]
         return evaluator.evaluate(0).loss
 
     first, second = run(config.sizes(), rank)
@@ -373,6 +373,42 @@ def test_best_evaluation_is_identified_by_the_text_hash():
     assert restored(known, a, b, texts("1")) is None
 
 
+def test_best_evaluation_of_several_texts_does_not_depend_on_their_order():
+    known = {"best": {"step": 3, "loss": 2.5}}
+
+    def config(*paths):
+        return replace(Config(), data=replace(Config().data, validation=paths))
+
+    def texts(*digests):
+        return {f"data.validation[{n}]": {"sha256": each} for n, each in enumerate(digests)}
+
+    header = known | {"texts": texts("1", "2")}
+    both = config("a.txt", "b.txt")
+    assert restored(header, both, both, texts("2", "1")) == Best(3, 2.5)
+    assert restored(header, both, config("a.txt"), {"data.validation": {"sha256": "1"}}) is None
+    assert restored(header, both, both, texts("1", "3")) is None
+
+
+def test_loss_of_several_texts_is_the_mean_of_their_losses():
+    """Each text has the same weight, and the loss that it has in isolation, on any layout."""
+    config = config_for("p=2 d=2 schedule=gpipe microbatches=2 vocabulary=41")
+    texts = [ValidationBatches(Numbers(length), 3, 48, 0) for length in (31, 7, 400)]
+
+    def rank(mesh):
+        trainer, first = trainer_of(mesh, config), mesh.rank == 0
+        every = Evaluator(trainer, texts if first else None, texts=3).evaluate(1)
+        each = [Evaluator(trainer, [text] if first else None).evaluate(1) for text in texts]
+        return every, each
+
+    for every, each in run(config.sizes(), rank):
+        assert [found[:4] for found in every.texts] == [found[:4] for found in each]
+        assert [found.tokens for found in each] == [30, 6, 399] and every.tokens == 435
+        assert every.loss == pytest.approx(np.mean([found.loss for found in each]), rel=1e-12)
+        assert every.accuracy == pytest.approx(np.mean([found.accuracy for found in each]))
+        assert len({found.loss for found in each}) == 3 and every.step == 1
+        assert every.seconds == sum(found.seconds for found in every.texts)
+
+
 def test_uneven_last_batch_is_averaged_over_its_tokens():
     """10 windows in batches of 48 and of 2 give the same loss."""
     losses = []
@@ -382,7 +418,7 @@ def test_uneven_last_batch_is_averaged_over_its_tokens():
         def rank(mesh, config=config):
             trainer = trainer_of(mesh, config)
             held = ValidationBatches(Numbers(31), 3, config.train.batch, 0)
-            return Evaluator(trainer, held).evaluate(0)
+            return Evaluator(trainer, [held]).evaluate(0)
 
         losses += run({}, rank)
     assert [each.tokens for each in losses] == [30, 30]

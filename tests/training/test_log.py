@@ -10,6 +10,7 @@ from hpc3d.config.load import load
 from hpc3d.config.resolve import resolve
 from hpc3d.console.sanitize import sanitized_streams
 from hpc3d.runtime.metrics_file import read
+from hpc3d.training.evaluator import Evaluation
 from hpc3d.training.log import Log, differences, duration, hosts, layout_lines
 from hpc3d.training.trainer import Step
 
@@ -112,6 +113,25 @@ def test_step_line_has_the_remaining_time_and_a_metrics_record(log, tmp_path, ca
         **{"step": 2, "steps": 4, "loss": 5.0, "learning_rate": 0.1, "gradient_norm": 1.5},
         **{"tokens": 64, "seconds": 4.0, "tokens_per_s": 16.0},
         **{"communication": 0.25, "peak_bytes": 10**7},
+    }
+
+
+def test_loss_of_each_validation_text_is_logged(log, tmp_path, capsys):
+    log.record(0, load(None, ["--data.validation", '["/web/held.h5", "/code/held.h5"]']))
+    texts = [Evaluation(7, loss, 64, 0.25, 0.5) for loss in (3.0, 2.0)]
+    log.evaluation(Evaluation(7, 2.5, 128, 0.25, 1.0, tuple(texts)), best=True)
+    _, *lines = capsys.readouterr().out.splitlines()
+    scores = "perplexity 12.18, accuracy 25.00 %; 128 tokens in 1.00 s, the best so far"
+    assert lines[2] == f"evaluation after step 7: mean loss 2.5000, {scores}"
+    assert [line.partition(",")[0] for line in lines[:2]] == [
+        "evaluation of web/held.h5: loss 3.0000",
+        "evaluation of code/held.h5: loss 2.0000",
+    ]
+    (record,) = read(tmp_path)
+    assert {key: record[key] for key in record if "loss" in key} == {
+        "validation_loss": 2.5,
+        "validation_loss/web/held.h5": 3.0,
+        "validation_loss/code/held.h5": 2.0,
     }
 
 

@@ -143,7 +143,9 @@ def test_frozen_model_on_devices_is_evaluated_as_on_numpy(tmp_path, line):
         model = FrozenModel(mesh, config)
         restore(stored, model.parameters, None)
         batches = Held(config) if mesh.rank == 0 else None
-        return type(model.parameters.value), FrozenEvaluator(model, batches).evaluate(0)[:4]
+        return type(model.parameters.value), FrozenEvaluator(
+            model, batches and [batches]
+        ).evaluate(0)[:4]
 
     expected = ranks(config, rank, None)
     for (kind, found), (_, numbers) in zip(ranks(config, rank, "nccl"), expected, strict=True):

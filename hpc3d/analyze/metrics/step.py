@@ -24,7 +24,8 @@ from hpc3d.analyze.metrics.columns import (
     rows_of,
     with_label,
 )
-from hpc3d.trace.trace_config import one_time
+from hpc3d.data.validation import text_names
+from hpc3d.trace.trace_config import configured, one_time
 
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.steady import Steady
@@ -156,11 +157,30 @@ def loss_rows(trace: Trace) -> list[dict[str, Any]]:
 def evaluation_rows(trace: Trace) -> list[dict[str, Any]]:
     """Return one row per evaluation.
 
-    The perplexity is the exponential of the loss. It is unknown if the accuracy is unknown, as for
-    PyTorch modules, whose loss may be any function.
+    `texts` contains a row for each of several validation texts. The perplexity is the exponential
+    of the loss. It is unknown if the accuracy is unknown, as for PyTorch modules, whose loss may
+    be any function.
     """
     keys = ("step", "loss", "accuracy", "tokens", "seconds")
-    rows = rows_of({key: trace.evaluation[key] for key in keys})
+    rows = _evaluation_rows({key: trace.evaluation[key] for key in keys})
+    columns = {key: trace.validation[key] for key in ("text", *keys[:-1])}
+    texts, names = _evaluation_rows(columns), _validation_names(trace)
+    for row in texts:
+        row["text"] = names.get(row["text"], str(row["text"]))
+    for row in rows:
+        row["texts"] = [each for each in texts if each["step"] == row["step"]]
+    return rows
+
+
+def _validation_names(trace: Trace) -> dict[int, str]:
+    """Return the short name of each validation text, by its index."""
+    texts = configured(trace.attrs["config"], "data", "validation")
+    return dict(enumerate(text_names(texts))) if isinstance(texts, list) else {}
+
+
+def _evaluation_rows(columns: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Return rows with their perplexity; values that are not finite are `None`."""
+    rows = rows_of(columns)
     with np.errstate(over="ignore"):
         for row in rows:
             row |= {key: finite(row[key]) for key in ("loss", "accuracy")}

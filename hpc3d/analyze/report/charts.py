@@ -108,13 +108,18 @@ class LoadMaps(NamedTuple):
 def loss(runs: Sequence[RunAnalysis]) -> Lines:
     """Return the plot of the training and validation loss curves of all runs.
 
+    Each of several validation texts has a curve of its own.
     The lower panel shows the difference of each training loss from the first run's training loss.
     """
-    lines = {run.label: _losses(run, "loss") for run in runs}
+    lines = {run.label: _losses(run.tables["loss"]) for run in runs}
     first = lines[runs[0].label]
     lower = {run.label: _difference(lines[run.label], first) for run in runs[1:]}
     evaluated = [run for run in runs if run.tables["evaluation"]]
-    lines |= {f"{run.label}, validation": _losses(run, "evaluation") for run in evaluated}
+    for run in evaluated:
+        lines[f"{run.label}, validation"] = _losses(run.tables["evaluation"])
+        for name in dict.fromkeys(row["text"] for row in run.tables["validation"]):
+            rows = [row for row in run.tables["validation"] if row["text"] == name]
+            lines[f"{run.label}, validation on {name}"] = _losses(rows)
     lower_ylabel = "difference from\nthe first run [nat]"
     chart = Lines("training step", "loss [nat per token]", lines, lower_ylabel, lower or None)
     return chart._replace(marks=_marks(runs))
@@ -148,8 +153,7 @@ def _marks(runs):
     return found
 
 
-def _losses(run, table):
-    rows = run.tables[table]
+def _losses(rows):
     values = [np.nan if row["loss"] is None else row["loss"] for row in rows]
     return [row["step"] for row in rows], values
 

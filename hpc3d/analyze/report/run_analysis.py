@@ -252,10 +252,13 @@ def _of_mean_step(steady, calls, peak, matrices, loads):
 
 
 def _of_all_steps(trace, attempts):
+    evaluations = attempts.evaluations()
+    texts = [(row, text) for row in evaluations for text in row.pop("texts")]
     return {
         "attempts": attempts.table(),
         "loss": attempts.losses(),
-        "evaluation": attempts.evaluations(),
+        "evaluation": evaluations,
+        "validation": [text | {"attempt": row["attempt"]} for row, text in texts],
         "between": between_rows(trace),
         "memory": peak_rows(trace),
         "memory_ranks": breakdown.memory_rows(trace),

@@ -30,6 +30,13 @@ _LAYER = ColumnSpec("layer", "layer", layer)
 _SECONDS = ColumnSpec("seconds", "time [ms]", milliseconds)
 _ATTEMPT = ColumnSpec("attempt", "attempt", number)
 _SHARE = ColumnSpec("share", "share", percent)
+_EVALUATED = (
+    ColumnSpec("step", "after step", integer),
+    ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
+    ColumnSpec("perplexity", "perplexity", "{:.4f}".format),
+    ColumnSpec("accuracy", "accuracy", percent),
+    ColumnSpec("tokens", "tokens", integer),
+)
 _LOADED = columns(percent, dropped="dropped", empty="unused capacity")
 
 OF_A_RUN = (
@@ -93,18 +100,11 @@ OF_A_RUN = (
         ),
         rows_shown=-1,
     ),
+    TableSpec("evaluation", "Evaluation", (*_EVALUATED, _SECONDS, _ATTEMPT), rows_shown=10),
     TableSpec(
-        "evaluation",
-        "Evaluation",
-        (
-            ColumnSpec("step", "after step", integer),
-            ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
-            ColumnSpec("perplexity", "perplexity", "{:.4f}".format),
-            ColumnSpec("accuracy", "accuracy", percent),
-            ColumnSpec("tokens", "tokens", integer),
-            _SECONDS,
-            _ATTEMPT,
-        ),
+        "validation",
+        "Evaluation of each text",
+        (ColumnSpec("text", "text"), *_EVALUATED, _ATTEMPT),
         rows_shown=10,
     ),
     TableSpec(

@@ -104,7 +104,11 @@ slowest rank. If the run was resumed, `attempt` is the attempt that trained the 
 Evaluation of the model on held-out text: the mean loss of the evaluated `tokens`, the `perplexity`
 exp(loss), and the `accuracy`, which is the share of tokens to which the model assigns the highest
 probability. For a PyTorch module, the loss is the mean over samples, and `tokens` are samples. The
-`time [ms]` of an evaluation is not part of a step.""",
+`time [ms]` of an evaluation is not part of a step. If there are several validation texts, the loss
+and the accuracy are means over the texts.""",
+    "validation": """\
+Evaluation of the model on each of several validation texts. `text` is the name of the file; the
+other columns are those of the table Evaluation.""",
     "time": """\
 Breakdown of the mean step time, `time [ms]`. `category` is the activity of a rank: compute, comm
 (waiting for the result of a communication call), copy (starting a call whose result the rank waits

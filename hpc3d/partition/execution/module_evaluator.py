@@ -41,7 +41,8 @@ class ModuleEvaluator(Evaluator):
         self.model, self.loss_terms = model, LossTerms(model.captured)
         self.constants: dict[str, torch.Tensor] = {}
         self.weights = trainer.torch_weights.in_evaluation(model.captured, self.constants)
-        super().__init__(trainer, batches, feed=partial(sample_loader, model, self.loss_terms))
+        feed = partial(sample_loader, model, self.loss_terms)
+        super().__init__(trainer, batches and [batches], feed=feed)
 
     def fill(self, values: Mapping[str, torch.Tensor]) -> None:
         """Broadcast the tensors that the training step does not read, one at a time.
@@ -88,7 +89,7 @@ class ModuleEvaluator(Evaluator):
         """Return the number of samples in a batch."""
         return self.trainer.config.train.batch
 
-    def totals(self) -> tuple[float, float, int]:
+    def totals(self, batches: Any, count: int) -> tuple[float, float, int]:
         """Return the summed loss, the accuracy (NaN: a module has none) and the sample count."""
-        loss, _, samples = super().totals()
+        loss, _, samples = super().totals(batches, count)
         return loss, nan, samples

@@ -52,7 +52,7 @@ def evaluated(config: Config, vocabulary: int, machine: Machine) -> EvaluatedBat
         peers = owners or peers
         trainer = simulated_trainer(peers, config, vocabulary, training, clock, owners)
         evaluator = Evaluator(trainer, None, program, ZeroBatches)
-        evaluator.count = 1
+        evaluator.counts = [1]
         replay_passes(evaluator.engine, config, program, owners)
         trainer.mesh.pool.reset_peak()
         return evaluator.evaluate(0).seconds, dict(trainer.mesh.pool.peak)

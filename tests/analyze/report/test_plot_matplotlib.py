@@ -26,7 +26,7 @@ class Run:
         self.label = label
         rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
         evaluated = [{"step": step, "loss": loss} for step, loss in evaluations]
-        self.tables = {"loss": rows, "evaluation": evaluated, "attempts": []}
+        self.tables = {"loss": rows, "evaluation": evaluated, "validation": [], "attempts": []}
 
 
 def test_loss_figure_has_a_line_per_run_and_a_difference_panel():
@@ -55,6 +55,18 @@ def test_evaluation_curve_is_drawn_with_the_training_loss():
     assert [line.get_label() for line in loss.lines] == ["3d", "1d", "3d, validation"]
     np.testing.assert_array_equal(loss.lines[2].get_xydata(), [(0, 3.75), (2, 3.5)])
     assert len(difference.lines) == 1
+
+
+def test_each_validation_text_has_a_curve():
+    run = Run("3d", (3.5, 3.25), [(0, 3.75), (1, 3.5)])
+    texts = [("a.h5", 0, 4.0), ("b.h5", 0, 3.5), ("a.h5", 1, 3.0), ("b.h5", 1, None)]
+    keys = "text", "step", "loss"
+    run.tables["validation"] = [dict(zip(keys, each, strict=True)) for each in texts]
+    (axes,) = draw(charts.loss([run])).axes
+    names = "3d", "3d, validation", "3d, validation on a.h5", "3d, validation on b.h5"
+    assert tuple(line.get_label() for line in axes.lines) == names
+    np.testing.assert_array_equal(axes.lines[2].get_xydata(), [(0, 4.0), (1, 3.0)])
+    np.testing.assert_array_equal(axes.lines[3].get_ydata(), (3.5, NAN))
 
 
 @pytest.mark.slow

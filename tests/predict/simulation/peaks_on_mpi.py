@@ -24,7 +24,7 @@ def case(job, transport, line):
     ).evaluate(0)
     abstract = abstract_mesh(config.sizes(), mesh.coords, pool_of(config))
     evaluator = FrozenEvaluator(FrozenModel(abstract, config), None, feed=ZeroBatches)
-    evaluator.count = Counted.count
+    evaluator.counts = [Counted.count]
     evaluator.evaluate(0)
     assert _present(mesh.pool.peak) == _present(abstract.pool.peak)
 

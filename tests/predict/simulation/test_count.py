@@ -117,8 +117,8 @@ def evaluated(mesh, config, feed, batches):
     recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15, every_s=inf)
     mesh = mesh.traced(recorder)
     trainer = Trainer(mesh, config, config.model.vocabulary, batches, feed=feed)
-    evaluator = Evaluator(trainer, batches, feed=feed)
-    recorder.count, evaluator.count = 0, 2
+    evaluator = Evaluator(trainer, batches and [batches], feed=feed)
+    recorder.count, evaluator.counts = 0, [2]
     evaluator.evaluate(0)
     events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
     return Prediction(events, [group["axis"] for group in recorder.header["groups"]], {})
@@ -128,8 +128,8 @@ def frozen(mesh, config, feed, batches):
     """Return an evaluation of a FrozenModel on a rank, as a Prediction."""
     recorder = Recorder(None, {"rank": mesh.rank}, 1 << 15, every_s=inf)
     mesh = mesh.traced(recorder)
-    evaluator = FrozenEvaluator(FrozenModel(mesh, config), batches, feed=feed)
-    recorder.count, evaluator.count = 0, 2
+    evaluator = FrozenEvaluator(FrozenModel(mesh, config), batches and [batches], feed=feed)
+    recorder.count, evaluator.counts = 0, [2]
     evaluator.evaluate(0)
     events = np.frombuffer(recorder.table, record_type(EVENTS), recorder.count)
     axes = [group["axis"] for group in recorder.header["groups"]]
