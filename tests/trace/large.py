@@ -44,6 +44,8 @@ def generate(folder, sizes, steps, events):
                 "samples": samples_of(rank, number),
                 "evaluation": evaluations_of(rank, number),
                 "experts": experts_of(rank, chosen),
+                "routers": np.zeros(0, schema.record_type(schema.ROUTERS)),
+                "validation": validation_of(rank, number),
             }
             path, names = segment_path(folder, rank, number), [op for op, _ in ROUTINE]
             write_segment(path, header(rank, sizes), names, *tables.values())
@@ -160,4 +162,12 @@ def evaluations_of(rank, number):
     steps = [0, 1] if rank == number == 0 else []
     table = np.zeros(len(steps), schema.record_type(schema.EVALUATION))
     table["step"], table["loss"], table["accuracy"] = steps, 2.5, np.nan
+    return table
+
+
+def validation_of(rank, number):
+    """Return the results of two texts in the first evaluation, which rank 0 has."""
+    texts = [0, 1] if rank == number == 0 else []
+    table = np.zeros(len(texts), schema.record_type(schema.VALIDATION))
+    table["text"], table["loss"] = texts, 2.5
     return table

@@ -157,6 +157,10 @@ TAMPERED = {
         "/evaluation: ... previous row: 1 row, ... 1",
     ),
     "evaluated before": (change("evaluation/step", 0, -1), "/evaluation: step is less than 0: 1"),
+    "text without an evaluation": (
+        change("validation/step", 1, 9),
+        "/validation: ... is missing: 1 row, ... 1",
+    ),
     "evaluation in a step": (
         change("events/phase", 5, schema.PHASE.index("evaluation")),
         "/events: ... evaluation ... step: 1 row",
