@@ -344,7 +344,8 @@ def _mixture_interval(settings: Mapping[str, Any], model: Mapping[str, Any]) -> 
     if every > 1 and wide != narrow:
         raise ValueError(
             f"{CONFIG}: intermediate_size = {as_written(wide)} of the layers without experts "
-            f"differs from moe_intermediate_size = {narrow}; only equal sizes are supported (model.ffn)"
+            f"differs from moe_intermediate_size = {narrow}; only equal sizes are supported "
+            "(model.ffn)"
         )
     return every
 
