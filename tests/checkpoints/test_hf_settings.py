@@ -380,7 +380,7 @@ BETWEEN = "the layers with experts .* are not supported; every n-th layer must h
         ({"use_sliding_window": True}, {"window": 4096}),
         ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window = 0: must be a pos"),
         ({"sliding_window": 9, "max_window_layers": 2}, {"window": 0}),
-        ({"norm_topk_prob": False}, "norm_topk_prob = False: only True is supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob = false: only true is supported"),
     ],
     ids=str,
 )
