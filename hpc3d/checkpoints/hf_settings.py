@@ -67,7 +67,10 @@ _GELU_OF_GEMMA = "gelu_pytorch_tanh"
 # Keys of published config.json files that do not affect the output with these values.
 _INACTIVE = {
     "attention_bias": False,
+    "full_attn_mod": 1,
     "hidden_activation": _GELU_OF_GEMMA,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
     "mlp_bias": False,
     "use_mrope": False,
 }

@@ -279,6 +279,7 @@ def test_roberta_config_json_maps_to_model_settings(told, found):
             PHI3,
             {"attention_bias": False, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}},
         ),
+        (PHI3, {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
         (QWEN2, {"use_mrope": False}),
         (GEMMA, {"hidden_act": "gelu", "hidden_activation": None}),
         (GEMMA, {"hidden_activation": "gelu_pytorch_tanh"}),
@@ -293,6 +294,7 @@ def test_inactive_keys_of_published_config_json_files_are_accepted(settings, tol
     ("settings", "told", "message"),
     [
         (PHI3, {"attention_bias": True}, "attention_bias = true is unknown"),
+        (PHI3, {"full_attn_mod": 2}, "full_attn_mod = 2 is unknown"),
         (QWEN2, {"use_mrope": True}, "use_mrope = true is unknown"),
         (GEMMA, {"hidden_act": "relu"}, "hidden_act = 'relu': only 'gelu_pytorch_tanh'"),
         (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is unknown"),
