@@ -473,7 +473,7 @@ def _phi3_written(model: ModelConfig) -> dict[str, Any]:
 
 def _phi3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Convert config.json. Older files name the type "su" or "yarn", as `transformers` accepts."""
-    told = {_ORIGINAL: 4096, **settings}  # with the default of transformers
+    told = {_ORIGINAL: 4096, "rms_norm_eps": 1e-5, **settings}  # the defaults of transformers
     name = "rope_parameters" if "rope_parameters" in told else "rope_scaling"
     table = told.get(name)
     if isinstance(table, dict):

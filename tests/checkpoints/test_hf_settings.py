@@ -232,6 +232,7 @@ def test_phi3_config_json_maps_to_model_settings(told, found):
     model = ModelConfig("phi3", **SIZES, rope_fraction=0.5)
     settings, measured = PHI3.of(with_epsilon(model)), {"hidden": 24, "ffn": 96}
     assert PHI3.model(settings, measured)["rope_fraction"] == 0.5
+    assert PHI3.model(settings | {"rms_norm_eps": None}, measured)["norm_epsilon"] == 1e-5
     if isinstance(found, str):
         with pytest.raises(ValueError, match=found):
             PHI3.model(settings | told, measured)
