@@ -227,9 +227,10 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
         print(sanitized(f"tokenize texts with its tokenizer: {how}"))
     print(sanitized(f"written to {options.output}; continue with"))
     given = {word.partition("=")[0] for word in settings}
-    text = "" if "--data.path" in given else f" --data.path {'tokens.h5' if known else 'TEXT'}"
-    how = f"--resume {options.output} --checkpoint.every 100{text}"
-    print(sanitized(f"mpirun -np N python -m hpc3d.train {how}"))
+    text = f" --data.path {'tokens.h5' if known else 'TEXT'}"
+    further = {"--checkpoint.every": " --checkpoint.every 100", "--data.path": text}
+    how = "".join(words for key, words in further.items() if key not in given)
+    print(sanitized(f"mpirun -np N python -m hpc3d.train --resume {options.output}{how}"))
     return {"run": str(options.output), "parameters": count, "tensors": len(shapes)}
 
 

@@ -309,11 +309,11 @@ def test_import_creates_a_run_and_prints_how_to_resume_it(original, tmp_path, ca
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a text")
     # settings may stand anywhere
-    settings = "--train.steps", 3, "--seed=5", "--data.path", "a.txt"
+    settings = "--train.steps", 3, "--seed=5", "--data.path", "a.txt", "--checkpoint.every=5"
     words = "import", *settings, tmp_path / "out", "-o", again, "--json"
     code, lines, errors = call(capsys, *words)
     assert (code, errors) == (0, [])
-    assert f"train --resume {again}" in lines[-2]
+    assert lines[-2].endswith(f"train --resume {again} --train.learning_rate 2e-5")
     assert json.loads(lines[-1]) == {"run": str(again), "parameters": 29712, "tensors": 52}
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
     text = (again / "config.toml").read_text()
