@@ -26,7 +26,7 @@ DOTTED = re.compile(r"(?<![\w./-])hpc3d(?:\.[a-z_]\w*)+(?:\.[A-Z]\w*)?(?!\w)")
 CLASS = re.compile(r"`([A-Z][^\W_]*[a-z][^\W_]*)(?:`|\.[a-z]|\()")
 # Files, and names of Slurm and of transformers.
 FOREIGN = {"hpc3d.schema.json", "hpc3d.sif", "KillWait", "NodeName"}
-FOREIGN |= {"AutoModelForCausalLM", "AutoTokenizer"}
+FOREIGN |= {"AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoTokenizer"}
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
