@@ -99,16 +99,11 @@ def models(draw):
     }
     if draw(SELDOM):
         words["dropout"] = 0.25
-    if rotary:
+    if kind in kinds_with("kv_heads"):
         fitting = [n for n in (2, 3, 6, 12) if hidden // width % n == 0]
         words["kv_heads"] = draw(st.sampled_from([hidden // width, *fitting]))
     words |= draw(family_keys(kind))
-    if kind != "bert" and draw(SELDOM):
-        # With a window of one token, the gradients of q and k are rounding noise.
-        words["window"] = draw(st.integers(2, sequence))
-        words["global_every"] = draw(st.sampled_from([0, 2, 3]))
-    if kind != "bert" and draw(SELDOM):
-        words |= {"boundaries": "true", "separator": draw(st.integers(0, 3))}
+    words |= draw(texts(kind, sequence))
     if kind in kinds_with("experts") and draw(st.booleans()):
         words |= draw(st.sampled_from(EXPERTS))
     noisy = "qkv" in FAMILIES[kind].biased and "rope_fraction" in words
@@ -121,6 +116,28 @@ def models(draw):
     if draw(SELDOM):
         words |= {"eval_every": 1, "validation": 0.5}
     return words
+
+
+@st.composite
+def texts(draw, kind, sequence):
+    """Draw the words of sliding windows and packed documents, and of a mixture of texts."""
+    words = {}
+    if FAMILIES[kind].causal and draw(SELDOM):
+        # With a window of one token, the gradients of q and k are rounding noise.
+        words["window"] = draw(st.integers(2, sequence))
+        words["global_every"] = draw(st.sampled_from([0, 2, 3]))
+    if FAMILIES[kind].causal and draw(SELDOM):
+        words |= {"boundaries": "true", "separator": draw(st.integers(0, 3))}
+    return words | (draw(mixtures()) if draw(SELDOM) else {})
+
+
+@st.composite
+def mixtures(draw):
+    """Draw the words of a list of texts, each of which is read for several epochs."""
+    weights = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    names = ",".join(f'"{number}.h5"' for number in range(len(weights)))
+    shuffle = draw(st.sampled_from(["sequences", "documents"]))
+    return {"path": f"[{names}]", "weights": weights, "shuffle": shuffle}
 
 
 @st.composite
@@ -185,7 +202,9 @@ def ways(draw, model):
 @st.composite
 def meshes(draw, model, axes):
     """Draw {axis: size} for at most RANKS ranks."""
+    divide = draw(MOST)
     fits = {
+        **dict.fromkeys("xyz", lambda n: not divide or model["heads"] % n == 0),
         "p": lambda n: n <= model["layers"],
         "c": lambda n: model["sequence"] % (2 * n) == 0,
         "e": lambda n: model.get("experts", 1) % n == 0,
@@ -232,9 +251,10 @@ def schedules(draw, model, mesh):
 
 
 @st.composite
-def contexts(draw, ranks):
+def contexts(draw, model, ranks):
     """Draw the words of context parallelism and attention."""
-    kinds = ["ring", "all-to-all"] if ranks > 1 else ["ring"]
+    fits = model.get("kv_heads", model["heads"]) % ranks == 0 or not draw(MOST)
+    kinds = ["ring", "all-to-all"] if ranks > 1 and fits else ["ring"]
     words = {"context": draw(st.sampled_from([*kinds, "both"] if ranks == 4 else kinds))}
     if words["context"] == "both":
         words["ulysses"] = 2
@@ -274,7 +294,7 @@ def layouts(draw, model):
         **mesh,
         **way,
         **schedule,
-        **draw(contexts(mesh["c"])),
+        **draw(contexts(model, mesh["c"])),
         "zero": draw(st.sampled_from(zeros)),
         "recompute": draw(recomputations(model["layers"])),
         "keep_gathered": draw(SWITCH),

@@ -17,7 +17,7 @@ from hpc3d.model.families import family_of
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.training.optimizers.optimizer import learning_rate
 from tests.model import mixture_reference
-from tests.pipeline.mixes import Tokens, Trained, trainer_of
+from tests.pipeline.mixes import Trained, batches_of, trainer_of
 
 
 class Model:
@@ -27,7 +27,7 @@ class Model:
         torch.set_num_threads(1)
         alone = resolve(replace(config, mesh=MeshConfig(), parallel=ParallelConfig()), 1)
         (trainer,) = run({}, lambda mesh: trainer_of(mesh, alone))
-        self.train, self.shape, self.batches = config.train, trainer.shape, Tokens(config)
+        self.train, self.shape, self.batches = config.train, trainer.shape, batches_of(config)
         self.family = family_of(config.model)
         self.newest = torch_reference.weights_of(trainer.parameters)
         self.by_sign = {each.name: each.sign_rate for each in trainer.parameters if each.sign_rate}

@@ -15,7 +15,10 @@ import numpy as np
 from hpc3d.comm.threads import run
 from hpc3d.config.load import known_keys, load
 from hpc3d.config.resolve import resolve
+from hpc3d.data import token_file
+from hpc3d.data.mixture import mixed
 from hpc3d.ops.cross_entropy import IGNORE
+from hpc3d.training import masking
 from hpc3d.training.trainer import Trainer
 
 # Every schedule with every stage of ZeRO, every scheme, on 1 to 16 ranks.
@@ -261,6 +264,36 @@ class Tokens:
         return tokens, np.where(ignored, np.int32(IGNORE), targets)
 
 
+class Text(token_file.Tokens):
+    """Random tokens of a text of a mixture; texts have different lengths and some documents."""
+
+    tokenizer = "random"
+
+    def __init__(self, number, config):
+        self.vocabulary = config.model.vocabulary
+        length = (3 + 4 * number) * config.model.sequence + 2 + number
+        draw = np.random.default_rng(number)
+        self.ids = draw.integers(0, self.vocabulary, length, np.int32)
+        self.sha256, self.json, self.digests = f"text {number}", "{}", frozenset()
+
+    def end(self):
+        return 0
+
+    def __len__(self):
+        return len(self.ids)
+
+    def read(self, start, stop):
+        return self.ids[start:stop]
+
+
+def batches_of(config):
+    """Return random batches, or those of random texts if the mix has a list of texts."""
+    if isinstance(config.data.path, str):
+        return Tokens(config)
+    texts = [Text(number, config) for number in range(len(config.data.path))]
+    return masking.batches_of(config, mixed(texts, config.data.weights))
+
+
 class Trained(NamedTuple):
     """Loss and norm of every step; {name: (slices, block)} of the final weights."""
 
@@ -270,7 +303,7 @@ class Trained(NamedTuple):
 
 def trainer_of(mesh, config):
     """Return a trainer with random batches and large matrices."""
-    batches = Tokens(config) if mesh.rank == 0 else None
+    batches = batches_of(config) if mesh.rank == 0 else None
     trainer = Trainer(mesh, config, config.model.vocabulary, batches)
     for item in trainer.parameters:
         if item.std:

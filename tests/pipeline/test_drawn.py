@@ -1,6 +1,6 @@
 """Random training configurations: each one matches one rank and torch, or is rejected."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,6 +12,7 @@ from hpc3d.checkpoints.resume import resume
 from hpc3d.checkpoints.saver import Saver
 from hpc3d.comm.threads import run
 from hpc3d.config.load import to_toml
+from hpc3d.data.batches import Batches
 from hpc3d.pipeline.schedule import find
 from hpc3d.training.optimizers.optimizer import MASTER
 from tests.checkpoints.killed_runs import ThreadJob
@@ -57,7 +58,7 @@ def train(mesh, config, steps, folder=None):
     In a `folder`, all parts except the first resume from a checkpoint, and all except the last
     save one. Returns the totals of every step and the weights.
     """
-    trainer, saving = trainer_of(mesh, config), {"run_id": "run", "config": to_toml(config)}
+    trainer = trainer_of(mesh, config)
     trainer.scaling.factor = min(FACTOR, trainer.scaling.factor)
     widen_masters(trainer.optimizer)
     if steps.start:
@@ -73,10 +74,18 @@ def train(mesh, config, steps, folder=None):
     if evaluator and totals:
         assert frozen_evaluation(trainer)[:4] == found[:4]
     if steps.stop < config.train.steps:
-        saver = Saver(folder, trainer, config.checkpoint, lambda _: saving, str)
+        header = partial(header_of, config, trainer.feed.batches)
+        saver = Saver(folder, trainer, config.checkpoint, header, str)
         saver.save(steps.stop)
         saver.wait()
     return trained_of(trainer, [])._replace(totals=totals)
+
+
+def header_of(config, batches, done):
+    """Return the header of a checkpoint, with the position in the texts of a mixture."""
+    header = {"run_id": "run", "config": to_toml(config)}
+    position = {"position": batches.position(done)} if isinstance(batches, Batches) else {}
+    return header | position
 
 
 def widen_masters(optimizer):
