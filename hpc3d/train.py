@@ -270,8 +270,8 @@ def _with_separator(data: DataConfig, tokens: Tokens, vocabulary: int) -> DataCo
     Raises
     ------
     ValueError
-        If `data.boundaries` needs this token, but the tokenizer has none, or if the tokenizer has
-        no token `data.separator`.
+        If `data.boundaries` needs this token, but the tokenizer or a text has none, or if the
+        tokenizer has no token `data.separator`.
     """
     if data.boundaries and data.separator is None:
         if (end := tokens.end()) is None:
@@ -285,6 +285,14 @@ def _with_separator(data: DataConfig, tokens: Tokens, vocabulary: int) -> DataCo
             f"data.separator = {data.separator}: the tokenizer has no such token; use an ID below "
             f"{vocabulary}"
         )
+    key = "data.boundaries = true" if data.boundaries else "data.shuffle = documents"
+    if (data.boundaries or data.shuffle == "documents") and data.separator in (None, tokens.end()):
+        for path, text in zip(data.paths(), tokens.parts(), strict=True):
+            if text.documents == 0:
+                raise ValueError(
+                    f"{key}: {path} contains no end-of-document token; prepare a file with "
+                    "documents, or leave the key out"
+                )
     return data
 
 

@@ -173,13 +173,36 @@ def test_tokenizer_with_a_mask_token_adds_no_vocabulary(tmp_path):
         verb.take_text(plan)
 
 
+def test_file_of_a_mixture_without_ends_of_documents_is_named(tmp_path):
+    pytest.importorskip("tokenizers")
+    made = train_bpe([TEXT.encode()], 275)
+    (tmp_path / "a.txt").write_text(TEXT)
+    np.array(made.encode_batch([TEXT.encode()])[0], "<u2").tofile(tmp_path / "b.bin")
+    for name in ("a.txt", "b.bin"):
+        write_tokens((tmp_path / name).with_suffix(".h5"), [tmp_path / name], made)
+    paths = f'["{tmp_path}/a.h5", "{tmp_path}/b.h5"]'
+    plan = verb.read_command_line(
+        1, words(tmp_path, data__path=paths, data__boundaries="true", model__vocabulary=275)
+    )
+    with pytest.raises(ValueError, match=r"^data.boundaries = true: \S*b\.h5 contains no end"):
+        verb.take_text(plan)
+
+
 def test_separator_of_documents_is_the_end_token_of_the_tokenizer():
     tokens = SimpleNamespace(vocabulary=300, tokenizer="bpe", mask=lambda: None, end=lambda: 7)
+    tokens.documents, tokens.parts = 1, lambda: [tokens]
     packed = ["--data.boundaries", "true"]
     for more, separator in ((packed, 7), ([*packed, "--data.separator", "5"], 5), ([], None)):
         assert verb._with_vocabulary(load(None, more), tokens, None).data.separator == separator
     with pytest.raises(ValueError, match=r"^data.separator = 300: .* use an ID below 300$"):
         verb._with_vocabulary(load(None, [*packed, "--data.separator", "300"]), tokens, None)
+    tokens.documents = 0  # no token 7
+    for more in (packed, ["--data.shuffle", "documents"]):
+        with pytest.raises(
+            ValueError, match=r"^data.* = (true|documents): inputs/corpus contains"
+        ):
+            verb._with_vocabulary(load(None, more), tokens, None)
+    verb._with_vocabulary(load(None, [*packed, "--data.separator", "5"]), tokens, None)
     tokens.end = lambda: None
     with pytest.raises(ValueError, match=r"^data.boundaries = true: .* set data.separator to its"):
         verb._with_vocabulary(load(None, packed), tokens, None)

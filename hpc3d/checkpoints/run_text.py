@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.console.sanitize import counted
 from hpc3d.data.batches import USED
+from hpc3d.data.mixture import by_key
 from hpc3d.data.tokenizer import ByteTokenizer, kind_of
-from hpc3d.data.validation import VALIDATION, by_key
+from hpc3d.data.validation import VALIDATION
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config

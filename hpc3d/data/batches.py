@@ -7,6 +7,7 @@ import numpy as np
 
 from hpc3d.console.sanitize import counted
 from hpc3d.data.documents import ShuffledDocuments, permutation
+from hpc3d.data.mixture import by_key
 from hpc3d.data.token_file import Tokens
 
 IGNORE = -100  # target value that excludes a token from the loss
@@ -36,10 +37,10 @@ class Batches:
     def __init__(self, tokens: Tokens, sequence: int, batch: int, seed: int) -> None:
         assert sequence > 0 and batch > 0 and 0 <= seed < 2**64
         self._parts = tokens.parts()
-        for part in self._parts:
+        for key, part in by_key("data.path", self._parts).items():
             if len(part) < sequence + self.AHEAD:
                 raise ValueError(
-                    f"data.path: {counted(len(part), 'token')}, but model.sequence = {sequence} "
+                    f"{key}: {counted(len(part), 'token')}, but model.sequence = {sequence} "
                     f"needs at least {sequence + self.AHEAD}; use a longer text, or lower "
                     "model.sequence"
                 )

@@ -6,10 +6,13 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from hpc3d.data.token_file import Tokens, open_tokens
+
+_Item = TypeVar("_Item")
 
 
 def open_texts(
@@ -38,6 +41,13 @@ def open_texts(
             known[part.sha256] = path
         opened.pop_all()
     return mixed(parts, weights)
+
+
+def by_key(key: str, items: Sequence[_Item]) -> dict[str, _Item]:
+    """Return a dict of the texts of a key, whose keys are KEY[0], KEY[1] etc. if it is a list."""
+    if len(items) == 1:
+        return {key: items[0]}
+    return {f"{key}[{number}]": each for number, each in enumerate(items)}
 
 
 def mixed(parts: Sequence[Tokens], weights: Sequence[int]) -> Tokens:

@@ -56,7 +56,7 @@ class Tokens(contextlib.AbstractContextManager):
     text, and `end_name` its end-of-document token, or `None` if unknown. `sha256` is the hash of
     all ids, stored in the dtype of the token file. `digests` contains `sha256` and, if known, the
     hashes of the individual documents. `text_bytes` is the size of all documents in UTF-8 bytes,
-    or `None` if unknown.
+    or `None` if unknown, and `documents` the number of documents, or `None` if unknown.
     """
 
     tokenizer: str
@@ -66,6 +66,7 @@ class Tokens(contextlib.AbstractContextManager):
     digests: frozenset[str]
     end_name: str | None = None
     text_bytes: int | None = None
+    documents: int | None = None
     weights: Sequence[int] = (1,)  # of the parts
 
     def parts(self) -> Sequence["Tokens"]:
@@ -182,7 +183,7 @@ class TextTokens(Tokens):
 
 
 class TokenFile(Tokens):
-    """Token file that is open for reading; `documents` is its number of documents.
+    """Token file that is open for reading.
 
     Raises ValueError if the file is missing, truncated, damaged, or in a newer format.
     """

@@ -10,20 +10,18 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from hpc3d.console.sanitize import counted
 from hpc3d.data.batches import IGNORE
 from hpc3d.data.documents import permutation
-from hpc3d.data.mixture import mixed
+from hpc3d.data.mixture import by_key, mixed
 from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
 
 VALIDATION = "data.validation"
 _NAMED = re.compile(r"\Adata\.(path|validation(\[\d+\])?)")  # key that an error message names
-_Item = TypeVar("_Item")
 _ORDER = 0  # random seed of the window order, the same for all runs
 
 
@@ -100,13 +98,6 @@ def separate_texts(paths: Sequence[str | Path], tokens: Tokens) -> list[Separate
             texts[text.sha256] = text
         opened.pop_all()
     return [*texts.values()]
-
-
-def by_key(key: str, items: Sequence[_Item]) -> dict[str, _Item]:
-    """Return a dict of the texts of a key, whose keys are KEY[0], KEY[1] etc. if it is a list."""
-    if len(items) == 1:
-        return {key: items[0]}
-    return {f"{key}[{number}]": each for number, each in enumerate(items)}
 
 
 def text_names(paths: Sequence[str]) -> list[str]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.data.batches import Batches
-from hpc3d.data.validation import VALIDATION, ValidationBatches, by_key, naming_key
+from hpc3d.data.mixture import by_key
+from hpc3d.data.validation import VALIDATION, ValidationBatches, naming_key
 from hpc3d.model.families import family_of
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.random import below_one, philox_draws, philox_key

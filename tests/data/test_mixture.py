@@ -134,7 +134,7 @@ def test_fraction_is_held_out_at_the_end_of_each_text():
 
 
 def test_too_short_part_is_rejected():
-    with pytest.raises(ValueError, match=r"\Adata\.path: 7 tokens, but model\.sequence = 8"):
+    with pytest.raises(ValueError, match=r"\Adata\.path\[1\]: 7 tokens, but model\.sequence = 8"):
         Batches(mixture({0: 5, 1: 2}, [1, 1]), 8, 1, 0)
 
 
