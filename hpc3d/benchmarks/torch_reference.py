@@ -72,8 +72,25 @@ def _attention(
         q, k = (_turned(each, shape.rotation) for each in (q, k))
     g = shape.heads // shape.kv_heads
     k, v = (each.repeat_interleave(g, 1) for each in (k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
+    if cap := shape.score_cap:
+        out = _capped_attention(q, k, v, seen, cap)
+    else:
+        out = functional.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
     return out.transpose(1, 2).flatten(2)
+
+
+def _capped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, cap: float
+) -> torch.Tensor:
+    """Return the attention output for scores with a soft cap, which torch has no function for."""
+    scores = _capped(q @ k.transpose(-1, -2) / sqrt(q.shape[-1]), cap)
+    if seen is None:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
 
 
 def _normed(
@@ -228,7 +245,8 @@ def _logits(weights: dict[str, torch.Tensor], shape: Any, tokens: torch.Tensor) 
         of_layer = {**vars(shape), "rotation": shape.rotation_of(number)}
         x = _block(weights, f"layers.{number}", x, SimpleNamespace(**of_layer), seen)
     head = table if shape.tied else weights["head.table"]
-    return norm(weights, "head.norm", x, shape.epsilon) @ head[: shape.vocabulary].T
+    logits = norm(weights, "head.norm", x, shape.epsilon) @ head[: shape.vocabulary].T
+    return _capped(logits, shape.logit_cap)
 
 
 def _masked_logits(

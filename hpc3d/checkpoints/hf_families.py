@@ -34,10 +34,12 @@ OLMo 2 has the names of Qwen3, except for its norms at the end of branches:
     layers.N.post_norm1        layers.N.post_attention_layernorm
     layers.N.post_norm2        layers.N.post_feedforward_layernorm
 
-Gemma 3 has the names of OLMo 2, and norms before the branches:
+Gemma 2 has the names of Llama, except for the norms of its branches:
 
-    layers.N.norm1             layers.N.input_layernorm
-    layers.N.norm2             layers.N.pre_feedforward_layernorm
+    layers.N.norm1, post_norm1 layers.N.input_layernorm, post_attention_layernorm
+    layers.N.norm2, post_norm2 layers.N.pre_feedforward_layernorm, post_feedforward_layernorm
+
+Gemma 3 has the names of Gemma 2, and those of Qwen3 for q_norm and k_norm.
 
     hpc3d                      MixtralForCausalLM, model.*; otherwise as Llama
     layers.N.router            layers.N.block_sparse_moe.gate
@@ -83,6 +85,7 @@ from hpc3d.checkpoints import hf_settings
 from hpc3d.model.families import (
     BERT,
     GEMMA,
+    GEMMA2,
     GEMMA3,
     GPT2,
     GPT_NEOX,
@@ -379,15 +382,24 @@ _TRANSFORMERS_GEMMA = _TRANSFORMERS_LLAMA._replace(
     settings=hf_settings.GEMMA,
 )
 
-_TRANSFORMERS_GEMMA3 = _TRANSFORMERS_GEMMA._replace(
+_TRANSFORMERS_GEMMA2 = _TRANSFORMERS_GEMMA._replace(
+    family=GEMMA2,
+    types=("gemma2",),
+    architecture="Gemma2ForCausalLM",
+    layers={
+        **_TRANSFORMERS_GEMMA.layers,
+        "norm2": ("pre_feedforward_layernorm",),
+        "post_norm1": ("post_attention_layernorm",),
+        "post_norm2": ("post_feedforward_layernorm",),
+    },
+    settings=hf_settings.GEMMA2,
+)
+
+_TRANSFORMERS_GEMMA3 = _TRANSFORMERS_GEMMA2._replace(
     family=GEMMA3,
     types=("gemma3_text",),
     architecture="Gemma3ForCausalLM",
-    layers={
-        **_TRANSFORMERS_OLMO2.layers,
-        "norm1": ("input_layernorm",),
-        "norm2": ("pre_feedforward_layernorm",),
-    },
+    layers={**_TRANSFORMERS_GEMMA2.layers, **_QUERY_NORMS},
     settings=hf_settings.GEMMA3,
 )
 
@@ -515,6 +527,7 @@ PUBLISHED = {
         _TRANSFORMERS_QWEN3,
         _TRANSFORMERS_OLMO2,
         _TRANSFORMERS_GEMMA,
+        _TRANSFORMERS_GEMMA2,
         _TRANSFORMERS_GEMMA3,
         _TRANSFORMERS_MISTRAL,
         _TRANSFORMERS_MIXTRAL,

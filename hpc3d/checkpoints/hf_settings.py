@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import log
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.console.sanitize import as_written
@@ -64,6 +65,8 @@ _HARMLESS = """
     transformers_version use_bfloat16 use_cache
 """
 _GELU_OF_GEMMA = "gelu_pytorch_tanh"
+_WINDOW = 4096  # default window of Gemma 2 and Gemma 3
+_CAPS = {"attn_logit_softcapping": "score_cap", "final_logit_softcapping": "logit_cap"}
 # Keys of published config.json files that do not affect the output with these values.
 _INACTIVE = {
     "attention_bias": False,
@@ -80,11 +83,11 @@ _OF_BERT = """
     chunk_size_feed_forward classifier_dropout directionality hidden_act pooler_fc_size
     pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
 """
-# Other keys of Gemma 3.
-_OF_GEMMA3 = """
-    _sliding_window_pattern cache_implementation layer_types query_pre_attn_scalar
-    rope_local_base_freq sliding_window sliding_window_pattern
+# Other keys of Gemma 2 and Gemma 3.
+_OF_GEMMA2 = """
+    cache_implementation layer_types query_pre_attn_scalar sliding_window sliding_window_pattern
 """
+_OF_GEMMA3 = f"{_OF_GEMMA2} _sliding_window_pattern rope_local_base_freq"
 # Other keys of GPT-NeoX.
 _OF_NEOX = """
     classifier_dropout hidden_act rope_parameters rope_scaling rotary_emb_base rotary_pct
@@ -104,6 +107,7 @@ class Settings(NamedTuple):
     told      function that returns further keys of [model], given config.json and the
               keys known so far (import)
     windows   keys of [model] for sliding windows that config.json supports
+    usual     dict from a key of config.json to its default in transformers, if null disables it
     """
 
     sizes: Mapping[str, str]
@@ -113,6 +117,7 @@ class Settings(NamedTuple):
     written: Callable[[ModelConfig], dict[str, Any]]
     told: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
     windows: frozenset[str] = frozenset()
+    usual: Mapping[str, Any] = MappingProxyType({})
 
     def of(self, model: ModelConfig) -> dict[str, Any]:
         """Return the family's config.json settings for a model configuration."""
@@ -129,7 +134,7 @@ class Settings(NamedTuple):
         Raises ValueError if config.json contradicts the array sizes or has unsupported settings.
         """
         self._refuse(settings)
-        model = dict(measured)
+        settings, model = {**self.usual, **settings}, dict(measured)
         for theirs, ours in self.sizes.items():
             if ours not in measured and settings.get(theirs) is not None:
                 model[ours] = settings[theirs]
@@ -417,23 +422,54 @@ def _gemma_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[s
     return _llama_told({"head_dim": 256, **settings}, model)  # the default of transformers
 
 
-def _gemma3_written(model: ModelConfig) -> dict[str, Any]:
+def _alternating_written(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys that Gemma 2 and Gemma 3 have in common."""
     kinds = _layer_types(model.layers, model.global_every)
     return {
         **_llama_written(model),
         # transformers needs a window even if no layer has one
         "sliding_window": model.window or model.sequence,
         "layer_types": kinds if model.window else [_FULL] * model.layers,
-        "rope_local_base_freq": model.rope_window_theta,
         "query_pre_attn_scalar": model.query_scalar or model.head_width,
     }
 
 
-def _gemma3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    usual = {"sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256}
+def _alternating_told(
+    settings: Mapping[str, Any], model: Mapping[str, Any], every: int
+) -> dict[str, Any]:
+    """Return the keys of [model] that Gemma 2 and Gemma 3 have in common.
+
+    By default, every `every`-th block has no window.
+    """
+    usual = {"sliding_window": _WINDOW, "head_dim": 256, "query_pre_attn_scalar": 256}
     told = {**usual, **settings}  # with the defaults of transformers
-    rope = {"rope_theta": 1e6, "rope_local_base_freq": 10000.0, **told}
-    parts = told.get("rope_parameters")
+    every = told.get("sliding_window_pattern", told.get("_sliding_window_pattern", every))
+    if type(every) is not int or every < 1:
+        raise ValueError(f"{CONFIG}: sliding_window_pattern = {as_written(every)}: must be positive")
+    layers, scalar = model["layers"], told["query_pre_attn_scalar"]
+    return {
+        **_llama_told(told, model),
+        **_windows(told.get("layer_types", _layer_types(layers, every)), layers, _window(told)),
+        "query_scalar": None if scalar == told["head_dim"] else scalar,
+    }
+
+
+def _gemma2_written(model: ModelConfig) -> dict[str, Any]:
+    caps = {theirs: getattr(model, ours) or None for theirs, ours in _CAPS.items()}
+    return {**_alternating_written(model), **caps}  # transformers would divide by a cap of 0
+
+
+def _gemma2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    return _alternating_told(settings, model, every=2)
+
+
+def _gemma3_written(model: ModelConfig) -> dict[str, Any]:
+    return {**_alternating_written(model), "rope_local_base_freq": model.rope_window_theta}
+
+
+def _gemma3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    rope = {"rope_theta": 1e6, "rope_local_base_freq": 10000.0, **settings}
+    parts = settings.get("rope_parameters")
     if isinstance(parts, dict) and {*parts} <= {_FULL, _SLIDING}:
         rope = {**rope, "rope_parameters": parts.get(_FULL, {})}
         local = {"rope_theta": rope["rope_local_base_freq"]}
@@ -441,19 +477,8 @@ def _gemma3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[
         if local.keys() != {"rope_theta"}:
             raise ValueError(f"{CONFIG}: rope_parameters: {_SLIDING} must have the type default")
         rope["rope_local_base_freq"] = local["rope_theta"]
-    every = told.get("sliding_window_pattern", told.get("_sliding_window_pattern", 6))
-    if type(every) is not int or every < 1:
-        raise ValueError(
-            f"{CONFIG}: sliding_window_pattern = {as_written(every)}: must be positive"
-        )
-    layers, scalar = model["layers"], told["query_pre_attn_scalar"]
-    kinds = told.get("layer_types", _layer_types(layers, every))
-    return {
-        **_llama_told(rope, model),
-        **_windows(kinds, layers, _window(told)),
-        "rope_window_theta": rope["rope_local_base_freq"],
-        "query_scalar": None if scalar == told["head_dim"] else scalar,
-    }
+    told = _alternating_told(rope, model, every=6)
+    return {**told, "rope_window_theta": rope["rope_local_base_freq"]}
 
 
 def _olmo2_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -696,6 +721,16 @@ GEMMA = LLAMA._replace(
     others=LLAMA.others | {"hidden_act"},
     written=_gemma_written,
     told=_gemma_told,
+)
+
+GEMMA2 = GEMMA._replace(
+    sizes={**GEMMA.sizes, **_CAPS},
+    fixed={**GEMMA.fixed, "hidden_activation": _GELU_OF_GEMMA},
+    others=GEMMA.others | set(_OF_GEMMA2.split()),
+    written=_gemma2_written,
+    told=_gemma2_told,
+    windows=frozenset({"window", "global_every"}),
+    usual={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 )
 
 GEMMA3 = GEMMA._replace(

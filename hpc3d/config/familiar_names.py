@@ -39,6 +39,8 @@ _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "model.global_every": "sliding_window_pattern",
     "model.rope_window_theta": "rope_local_base_freq",
     "model.query_scalar": "query_pre_attn_scalar",
+    "model.score_cap": "attn_logit_softcapping softcap",
+    "model.logit_cap": "final_logit_softcapping",
     "model.dropout": "resid_pdrop attn_pdrop embd_pdrop hidden_dropout attention_dropout",
     "model.experts": "num_experts num_local_experts n_experts",
     "model.top_k": "moe_router_topk num_experts_per_tok moe_top_k",

@@ -265,8 +265,8 @@ class ModelConfig:
     norm_epsilon: Annotated[float | None, AtLeast(0), LessThan(1), _of_kinds("norm_epsilon")] = (
         None
     )
-    """Epsilon of the normalization layers. Default: 1e-12 for bert and roberta, 1e-6 for gemma and
-    gemma3_text, otherwise 1e-5."""
+    """Epsilon of the normalization layers. Default: 1e-12 for bert and roberta, 1e-6 for gemma, gemma2
+    and gemma3_text, otherwise 1e-5."""
     attention_bias: Annotated[bool, _of_kinds("attention_bias")] = False
     """Add biases to the q, k, v and output projections of attention."""
     mlp_bias: Annotated[bool, _of_kinds("mlp_bias")] = False
@@ -291,6 +291,12 @@ class ModelConfig:
         None
     )
     """Attention scores are divided by the square root of this number. Default: head_dim."""
+    score_cap: Annotated[float, AtLeast(0), LessThan(inf), _of_kinds("score_cap")] = 0.0
+    """Soft cap of attention scores: a score s is replaced with cap x tanh(s / cap), 50 in Gemma 2.
+    0 disables the cap."""
+    logit_cap: Annotated[float, AtLeast(0), LessThan(inf), _of_kinds("logit_cap")] = 0.0
+    """Soft cap of the logits: a logit x is replaced with cap x tanh(x / cap), 30 in Gemma 2. 0
+    disables the cap."""
     gelu: Annotated[Literal["tanh", "exact"], _of_kinds("gelu")] = "tanh"
     """GELU with the tanh approximation, or the exact GELU with the error function. On CPUs, exact
     requires the optional dependency hpc3d[exact]."""

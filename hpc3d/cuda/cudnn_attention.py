@@ -48,14 +48,14 @@ class Case(NamedTuple):
 
     @classmethod
     def of(
-        cls, qkv: Any, sequence: int, form: tuple[int, int], causal: bool = True, window: int = 0
+        cls, qkv: Any, sequence: int, form: Sequence[int], causal: bool = True, window: int = 0
     ) -> Case:
         """Create a cache key for an array qkv of shape [B*T, heads*(g+2)*D].
 
-        `sequence` is the sequence length T. `form` is (D, g): the head dimension, and the number
-        of query heads per KV head.
+        `sequence` is the sequence length T. The first items of `form` are D, the head dimension,
+        and g, the number of query heads per KV head.
         """
-        (rows, columns), (width, queries) = qkv.shape, form
+        (rows, columns), (width, queries) = qkv.shape, form[:2]
         heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
         return cls(rows // sequence, heads, queries, sequence, width, name, causal, window)
 

@@ -73,7 +73,7 @@ class HeadBlock:
 
         Each of the two products takes 2 `keys` D FLOPs per row and query head.
         """
-        width, queries = self.form
+        width, queries = self.form[:2]
         return 4 * keys * queries * width * qkv.size // self.form.columns
 
     def drops(self, micro: Microbatch) -> bool:
@@ -130,7 +130,7 @@ class HeadBlock:
 class CoreAttention(HeadBlock):
     """Attention softmax(q k^T / sqrt(D) + mask) v on complete sequences and complete heads.
 
-    No communication is needed. If "core_attn" is recomputed, the backward pass recomputes the
+    The scores have a soft cap if `sizes.score_cap` is set. No communication is needed. If "core_attn" is recomputed, the backward pass recomputes the
     probabilities from q and k (arXiv:2205.05198, section 5).
     """
 
@@ -153,7 +153,9 @@ class CoreAttention(HeadBlock):
         if self.recomputed:
             p = self.recompute(qkv, micro)
         empty, masks = self.mesh.empty, self._masks(micro)
-        with self.mesh.trace.span("attention", "attention", 2 * self.flops(qkv, self.seen)):
+        products = 5 if self.form.cap else 4  # a soft cap needs the scores again
+        flops = products * self.flops(qkv, self.seen) // 2
+        with self.mesh.trace.span("attention", "attention", flops):
             dqkv = attend_grad(dout, qkv, p, self.tokens, self.form, empty, **masks)
         return self.turned(dqkv, micro, sign=-1)
 

@@ -42,7 +42,8 @@ def _epsilon(model):
 def _sizes(model, vocabulary):
     """Return the sizes in the `[model]` section."""
     family = family_of(model)
-    own = family.keys & {"gelu", "padding", "ffn", "kv_heads", "head_dim"}
+    own = {"gelu", "padding", "ffn", "kv_heads", "head_dim", "score_cap", "logit_cap"}
+    own &= family.keys
     keys = "layers", "hidden", "heads", "sequence", "tied", "dropout", *own
     how: Any = {key: getattr(model, key) for key in (*keys, "window", "global_every")}
     if family.rotary:
@@ -150,6 +151,13 @@ GEMMA = replace(
     scales_embedding=True,
 )
 
+GEMMA2 = replace(
+    GEMMA,
+    kind="gemma2",
+    keys=GEMMA.keys | {"query_scalar", "score_cap", "logit_cap"},
+    connection=SandwichNorm,
+)
+
 GEMMA3 = replace(
     GEMMA,
     kind="gemma3_text",
@@ -190,7 +198,7 @@ ROBERTA = replace(
 
 FAMILIES = {
     family.kind: family
-    for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, GEMMA3, BERT, ROBERTA)
+    for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, GEMMA2, GEMMA3, BERT, ROBERTA)
 }
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, owned
 from hpc3d.model.loss import CrossEntropy, LossSaved
 from hpc3d.model.positions import Positions
+from hpc3d.ops.rows import soft_cap, soft_cap_grad
 from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
@@ -96,12 +97,15 @@ class HeadSaved(NamedTuple):
 
     logits: Any
     loss: LossSaved
+    capped: Array | None
 
 
 class Head:
     """Head of a decoder-only model: logits Y[m, v] = norm(X) W^T, and their cross-entropy.
 
-    `table` is the matrix W[v, h] from `add_table`; it may be tied to the token embeddings.
+    `table` is the matrix W[v, h] from `add_table`; it may be tied to the token embeddings. If
+    `sizes.logit_cap` is set, the logits have a soft cap. The loss overwrites the logits, so the
+    head then saves a copy of them, which determines the derivative of the cap.
     """
 
     name = "head"
@@ -119,6 +123,7 @@ class Head:
         self.matmul = sharded_matmul(mesh, whole, spec.keep, True, reduced=spec.reduced)
         vocabulary: Any = sizes.vocabulary  # set in every resolved configuration
         self.loss = CrossEntropy(mesh, self.layout[1], vocabulary)
+        self.cap = sizes.logit_cap
 
     def forward(self, x: Array, micro: Microbatch) -> tuple[Any, HeadSaved | None]:
         """Return the loss summed over this rank's tokens, or 0 if another rank contributes it.
@@ -131,14 +136,23 @@ class Head:
         if not micro.training:
             score = self.loss.score(logits, targets)
             return score if self.counts else 0.0, None
+        capped = None
+        if self.cap:
+            with self.mesh.trace.span("logit cap"):
+                capped = self.mesh.empty(logits.shape, logits.dtype)
+                capped[...] = logits
         loss, saved_loss = self.loss.forward(logits, targets, micro.factor())
-        return loss if self.counts else 0.0, HeadSaved(saved, saved_loss)
+        return loss if self.counts else 0.0, HeadSaved(saved, saved_loss, capped)
 
     def logits(self, x: Array) -> tuple[Array, Any]:
         """Return the logits Y and the data saved for `logits_grad`."""
         x, saved_norm = self.norm.forward(x)
         logits, saved_product = self.matmul.forward_saving(x, self.table.value)
-        return owned(self.mesh, logits), LogitsSaved(saved_norm, saved_product)
+        logits = owned(self.mesh, logits)
+        if self.cap:
+            with self.mesh.trace.span("logit cap"):
+                soft_cap(logits, self.cap)
+        return logits, LogitsSaved(saved_norm, saved_product)
 
     def targets(self, micro: Microbatch) -> np.ndarray:
         """Return the target tokens of this rank's rows of the logits, as an int64 vector."""
@@ -147,6 +161,9 @@ class Head:
     def backward(self, micro: Microbatch, saved: HeadSaved, defer: Callable[..., None]) -> Array:
         """Return the gradient of `micro.scale` * loss with respect to the input X."""
         dlogits = self.loss.backward(saved.loss, micro.factor())
+        if self.cap:
+            with self.mesh.trace.span("logit cap"):
+                soft_cap_grad(dlogits, saved.capped, self.cap)
         return self.logits_grad(dlogits, saved.logits, defer)
 
     def logits_grad(self, dlogits: Array, saved: Any, defer: Callable[..., None]) -> Array:

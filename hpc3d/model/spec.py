@@ -84,9 +84,13 @@ class ModelSizes:
 
     With `window`, a token attends only to the last `window` tokens up to its own position (0: to
     all of them), except in every `global_every`-th block (0: no exceptions). Blocks with a window
-    have `window_rotation`, or `rotation` if it is `None`. If `separator`, the
-    end-of-document token, is not `None`, tokens attend only to tokens in the same document, and
-    learned positions restart with each document.
+    have `window_rotation`, or `rotation` if it is `None`.
+
+    `score_cap` and `logit_cap` are the soft caps of attention scores and of logits: x is replaced
+    with cap tanh(x / cap) (0: no cap).
+
+    If `separator`, the end-of-document token, is not `None`, tokens attend only to tokens in the
+    same document, and learned positions restart with each document.
     """
 
     layers: int
@@ -109,6 +113,8 @@ class ModelSizes:
     window: int = 0
     global_every: int = 0
     window_rotation: Rotation | None = None
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
     separator: int | None = None
 
     def __post_init__(self) -> None:
@@ -152,7 +158,7 @@ class ModelSizes:
         With more ranks than KV heads, the query heads that share a KV head are sharded as well.
         """
         queries = self.heads // max(self.kv_heads, members)
-        return HeadForm(self.head_dim, queries)
+        return HeadForm(self.head_dim, queries, self.score_cap)
 
     @property
     def attended(self) -> int:

@@ -21,7 +21,7 @@ from hpc3d.arrays.narrow import wide, widened
 from hpc3d.arrays.primitive import primitive
 from hpc3d.arrays.worker_threads import parallel_for, thread_count
 from hpc3d.ops.random import Mask, cuda_mask
-from hpc3d.ops.rows import dropped
+from hpc3d.ops.rows import dropped, soft_cap, soft_cap_grad
 
 if TYPE_CHECKING:
     from hpc3d.arrays.abstract import AbstractArray
@@ -34,10 +34,15 @@ _QUERIES, _BLOCKS = 64, 8
 
 
 class HeadForm(NamedTuple):
-    """Layout of attention heads: head width D, and g query heads per KV head."""
+    """Form of attention heads: head width D, g query heads per KV head, and soft cap of scores.
+
+    With a cap, the scores s = q k^T / sqrt(D) are replaced with cap tanh(s / cap) before the mask
+    and the softmax (0: no cap).
+    """
 
     width: int
     queries: int = 1
+    cap: float = 0.0
 
     @property
     def columns(self) -> int:
@@ -106,7 +111,7 @@ def heads_of(qkv: Array, sequence: int, form: HeadForm) -> tuple[Array, Array, A
 
     The shape of qkv is [B*T, heads*(g+2)*D].
     """
-    width, g = form
+    width, g = form[:2]
     if g == 1:
         q, k, v = _by_kind(qkv, sequence, form)
         return q[:, :, None], k, v
@@ -119,7 +124,7 @@ def heads_of(qkv: Array, sequence: int, form: HeadForm) -> tuple[Array, Array, A
 
 def queries_of(x: Array, sequence: int, form: HeadForm) -> Array:
     """Return x [B*T, heads*g*D] as a view [B, heads, g, T, D]."""
-    width, g = form
+    width, g = form[:2]
     heads = x.shape[1] // (g * width)
     return x.reshape(-1, sequence, heads, g, width).transpose(0, 2, 3, 1, 4)
 
@@ -192,8 +197,17 @@ def _apart(p: Array, g: int) -> Array:
     return p.reshape(heads, keys, g, queries // g).transpose(0, 2, 3, 1)
 
 
+def _scores(q: Array, k: Array, out: Array, cap: float) -> None:
+    """Compute the scores [key, heads, g*query] of a block, before the mask."""
+    np.matmul(k, stack_queries(q).swapaxes(-1, -2), out=out.swapaxes(0, 1))
+    columns = out.reshape(len(out), -1)
+    columns *= out.dtype.type(1 / sqrt(q.shape[-1]))
+    if cap:
+        soft_cap(columns, cap)
+
+
 def _softmaxes(
-    q: Array, k: Array, p: Array, mask: AttentionMask, sample: int
+    q: Array, k: Array, p: Array, cap: float, mask: AttentionMask, sample: int
 ) -> Iterator[tuple[slice, slice, Array]]:
     """Compute the probabilities softmax(q k^T / sqrt(D) + mask) of a chunk of heads.
 
@@ -201,14 +215,11 @@ def _softmaxes(
     memory layout is [key, head, g*query]: the softmax reduces over the first dimension, so that
     every operation processes long contiguous rows.
     """
-    scale = p.dtype.type(1 / sqrt(q.shape[-1]))
     blocks = _blocks(p, mask)
     p.reshape(-1)[sum(block.size for *_, block in blocks) :] = 0
     for queries, keys, block in blocks:
         by_head, columns = block.swapaxes(0, 1), block.reshape(len(block), -1)
-        stacked = stack_queries(q[:, :, queries])
-        np.matmul(k[:, keys], stacked.swapaxes(-1, -2), out=by_head)
-        columns *= scale
+        _scores(q[:, :, queries], k[:, keys], block, cap)
         if mask.causal:
             # Without a window, the mask changes only the keys at the positions of the queries.
             some = slice(keys.start if mask.window else queries.start, keys.stop)
@@ -302,7 +313,7 @@ def attend(
     def chunk(each):
         at, p = each
         factors = None if drop is None else _factors_of(drop, at, p)
-        for queries, keys, block in _softmaxes(q[at], k[at], p, mask, at[0]):
+        for queries, keys, block in _softmaxes(q[at], k[at], p, form.cap, mask, at[0]):
             weights = block if factors is None else _times(block, factors, queries, keys)
             np.matmul(_apart(weights, g), v[at][:, None, keys], out=by_query[at][:, :, queries])
 
@@ -336,7 +347,7 @@ def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
         out, stats = gpu.flash.forward(qkv, sequence, form, mask.causal, mask.window)
         return out, (out, stats)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
-    p, weights = _softmax(gpu, q, k, empty, drop, mask)
+    p, weights = _softmax(gpu, (q, k), form, empty, drop, mask)
     out = gpu.empty(q.shape, q.dtype)
     gpu.multiply(weights.swapaxes(1, 2), v, out)
     joined = empty((qkv.shape[0], _out_columns(qkv, form)), qkv.dtype)
@@ -360,7 +371,7 @@ def attend_again(
 
     def chunk(each):
         at, p = each
-        for _ in _softmaxes(q[at], k[at], p, mask, at[0]):
+        for _ in _softmaxes(q[at], k[at], p, form.cap, mask, at[0]):
             pass
 
     parallel_for(chunk, _chunks(k, probabilities))
@@ -386,7 +397,7 @@ def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
     if by_cudnn(gpu, qkv, form, drop, mask.by_sample):
         return gpu.flash.forward(qkv, sequence, form, mask.causal, mask.window)
     q, k, _ = _contiguous(gpu, qkv, sequence, form)
-    return _softmax(gpu, q, k, empty, None, mask)[0]
+    return _softmax(gpu, (q, k), form, empty, None, mask)[0]
 
 
 @primitive
@@ -403,7 +414,8 @@ def attend_grad(
     """Compute the gradient of qkv.
 
     With the probabilities p, ds = p (dp - sum(dp p)), dq = ds k / sqrt(D), dk = ds^T q / sqrt(D).
-    The gradients of k and v are summed over the query heads that share a KV head.
+    The gradients of k and v are summed over the query heads that share a KV head. With a soft cap,
+    ds is multiplied by 1 - (s / cap)^2, and the scores s are recomputed from q and k.
     """
     heads = heads_of(qkv, sequence, form)
     dqkv = empty(qkv.shape, qkv.dtype)
@@ -418,7 +430,7 @@ def attend_grad(
         factors = None if drop is None else _factors_of(drop, at, p)
         here = [[array[at] for array in arrays] for arrays in (heads, grads, [dout])]
         mine = spare.pop()
-        _chunk_grad(*here, _blocks(p, mask), factors, mine)
+        _chunk_grad(*here, _blocks(p, mask), factors, mine, form.cap)
         spare.append(mine)
 
     parallel_for(chunk, _chunks(heads[1], probabilities))
@@ -447,6 +459,7 @@ def _chunk_grad(
     blocks: Sequence[tuple[slice, slice, Array]],
     factors: np.ndarray | None,
     spare: _Spare,
+    cap: float,
 ) -> None:
     """Compute the gradients of q, k and v of a chunk of heads.
 
@@ -470,6 +483,9 @@ def _chunk_grad(
         of_ds *= of_p
         dots = np.ones(len(p), p.dtype) @ of_ds
         of_ds -= np.multiply(of_p, dots, out=temporary.reshape(of_p.shape))
+        if cap:
+            _scores(q[:, :, queries], k[:, keys], temporary, cap)
+            soft_cap_grad(of_ds, temporary.reshape(of_p.shape), cap)
         of_ds *= scale
         np.matmul(_apart(by_head, g), k[:, None, keys], out=dq[:, :, queries])
         factors_of_sums = (by_head, stack_queries(q[:, :, queries])), (weights, d)
@@ -496,9 +512,12 @@ def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
 def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
     heads = dout.size // (form.width * sequence)
     _meter_dropout(drop, probabilities)
-    width = form.width
+    width, capped = form.width, bool(form.cap)
+    if capped:
+        probabilities.meter.kernel(soft_cap_grad.__name__, 3 * probabilities.nbytes)
     for (queries, keys), blocks in _sizes(sequence, mask).items():
-        for m, n, k in 2 * [(queries, width, keys), (queries, keys, width)]:
+        scored = (2 + capped) * [(queries, keys, width)]
+        for m, n, k in 2 * [(queries, width, keys)] + scored:
             qkv.meter.product(m, n, k, qkv.dtype, blocks * heads)
     return empty(qkv.shape, qkv.dtype)
 
@@ -514,7 +533,11 @@ def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
     gpu.multiply(weights, d, grads[2])
     ds = gpu.empty(kept.shape, kept.dtype)
     gpu.multiply(v, d.swapaxes(1, 2), ds)
-    given = {"p": kept, "dweights": ds, **_masked(kept, form.width, drop, mask)}
+    scores = None
+    if form.cap:
+        scores = gpu.empty(kept.shape, kept.dtype)
+        gpu.multiply(k, q.swapaxes(1, 2), scores)
+    given = {"p": kept, "dweights": ds, "scores": scores, **_masked(kept, form, drop, mask)}
     del given["padding"], given["starts"]  # the saved probabilities of masked keys are already 0
     gpu.launch("causal_softmax_grad", *kept.shape[:2], **given)
     gpu.multiply(ds.swapaxes(1, 2), k, grads[0])
@@ -550,7 +573,10 @@ def _scored(
     count = qkv.shape[0] // sequence * (qkv.shape[1] // form.columns) * form.queries
     for (queries, keys), blocks in _sizes(sequence, mask).items():
         qkv.meter.product(queries, keys, form.width, qkv.dtype, blocks * count)
-    return count, _empty_probabilities(qkv, sequence, form, empty, mask)
+    probabilities = _empty_probabilities(qkv, sequence, form, empty, mask)
+    if form.cap:
+        qkv.meter.kernel(soft_cap.__name__, 2 * probabilities.nbytes)
+    return count, probabilities
 
 
 def _sizes(sequence: int, mask: AttentionMask) -> Counter[tuple[int, int]]:
@@ -575,9 +601,10 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
 def by_cudnn(gpu: Gpu, x: Array, form: HeadForm, drop: Mask | None, by_sample: bool) -> bool:
     """Return True if cuDNN can compute attention for operands like `x`.
 
-    Masks that differ between samples (`by_sample`), such as padding, are not supported.
+    Masks that differ between samples (`by_sample`), such as padding, and soft caps are not
+    supported.
     """
-    flash = gpu.flash and not by_sample
+    flash = gpu.flash and not (by_sample or form.cap)
     return flash and x.size and gpu.flash.suits(x.dtype, form.width, drop)
 
 
@@ -621,20 +648,27 @@ def _by_kind(qkv: Array, sequence: int, form: HeadForm) -> Array:
 
 
 def _softmax(
-    gpu: Gpu, q: Array, k: Array, empty: Empty, drop: Mask | None, mask: AttentionMask
+    gpu: Gpu,
+    qk: tuple[Array, Array],
+    form: HeadForm,
+    empty: Empty,
+    drop: Mask | None,
+    mask: AttentionMask,
 ) -> tuple[Array, Array]:
     """Return the probabilities [B heads, key, query] before and after dropout."""
+    q, k = qk
     shape = (*q.shape[:2], q.shape[1])
     p = empty(shape, q.dtype)
     gpu.multiply(k, q.swapaxes(1, 2), p)
     weights = p if drop is None else gpu.empty(shape, q.dtype)
     given = {"scores": p, "weights": None if drop is None else weights}
-    gpu.launch("causal_softmax", *shape[:2], **given, **_masked(p, q.shape[-1], drop, mask))
+    gpu.launch("causal_softmax", *shape[:2], **given, **_masked(p, form, drop, mask))
     return p, weights
 
 
-def _masked(p: Array, width: int, drop: Mask | None, mask: AttentionMask) -> dict[str, Any]:
-    given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(width)}
+def _masked(p: Array, form: HeadForm, drop: Mask | None, mask: AttentionMask) -> dict[str, Any]:
+    given = {"heads": p.shape[0], "sequence": p.shape[1], "scale": 1 / sqrt(form.width)}
+    given["cap"] = form.cap
     given |= {"causal": mask.causal, "window": mask.window}
     given |= {"padding": mask.padding, "starts": mask.starts}
     for of_sample in (mask.padding, mask.starts):

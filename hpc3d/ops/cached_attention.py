@@ -10,6 +10,7 @@ import numpy as np
 from hpc3d.arrays.narrow import wide
 from hpc3d.arrays.primitive import primitive
 from hpc3d.ops.attention import AttentionMask, HeadForm, band, heads_of, length, queries_of
+from hpc3d.ops.rows import soft_cap
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
@@ -65,6 +66,8 @@ def attend_cached(qkv: Array, sequence: int, form: HeadForm, cache: Cache, empty
         for start in range(0, heads, fit):
             here = sample, slice(start, start + fit)
             scores = (q[here] * scale) @ keys[here][:, None].swapaxes(-1, -2)
+            if form.cap:
+                soft_cap(scores.reshape(-1, scores.shape[-1]), form.cap)
             scores += mask
             scores -= scores.max(-1, keepdims=True)
             np.exp(scores, out=scores)
@@ -97,6 +100,7 @@ def _(gpu, qkv, sequence, form, cache, empty):
     gpu.multiply(queries, keys.swapaxes(1, 2), scores)
     given = {"queries": sequence, "first": cache.first - at.start, "columns": seen}
     given |= {"scores": scores, "window": cache.window, "scale": 1 / sqrt(width)}
+    given["cap"] = form.cap
     gpu.launch("cached_softmax", batch * heads * g * sequence, seen, **given)
     out = gpu.empty(queries.shape, qkv.dtype)
     gpu.multiply(scores, values, out)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.ops.attention import HeadForm, by_cudnn, length, stack_queries
 from hpc3d.ops.random import Mask, cuda_mask
+from hpc3d.ops.rows import soft_cap
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -113,6 +114,7 @@ class Chunks(NamedTuple):
         """
         _, batch, heads, _, width = kv.shape
         sizes = Counter((length(pair.queries), length(pair.keys)) for pair in self.pairs)
+        kernels = [*kernels, *([soft_cap.__name__] if self.form.cap else [])]
         for (m, n), pairs in sizes.items():
             count = pairs * batch * heads * self.form.queries
             for shape in inward * [(m, n, width)] + outward * [(m, width, n)]:
@@ -181,7 +183,7 @@ class GpuTile(NamedTuple):
 
     def given(self, sequence: int) -> dict[str, Any]:
         """Return all arguments of the softmax kernels except the scores and the sums."""
-        tile, (width, g), (sample, _) = self.tile, self.chunks.form, self.at
+        tile, (width, g, cap), (sample, _) = self.tile, self.chunks.form, self.at
         keys, padding, starts = length(tile.keys), self.chunks.padding, self.chunks.starts
         return {
             "padding": None if padding is None else padding[sample, tile.keys],
@@ -195,6 +197,7 @@ class GpuTile(NamedTuple):
             "first": tile.queries.start,
             "sequence": sequence,
             "scale": 1 / sqrt(width),
+            "cap": cap,
             **cuda_mask(self._drop(), "dropout_key"),
         }
 
@@ -214,7 +217,7 @@ class GpuTile(NamedTuple):
         The shapes are out [B*t, heads*g*D] and added [heads, g*query, D]. `kept` has one factor
         per row of `added`. The default factor is 1.
         """
-        (sample, heads), (width, g) = self.at, self.chunks.form
+        (sample, heads), (width, g, _) = self.at, self.chunks.form
         rows = out[sample * sequence :][self.tile.queries]
         columns = len(added) * g * width
         given = {"queries": len(rows), "columns": columns, "width": width, "kept": kept}

@@ -40,6 +40,7 @@ from hpc3d.ops.attention import (
 )
 from hpc3d.ops.chunk_tiles import ChunkPair, Chunks, Hop, gpu_tiles
 from hpc3d.ops.random import Mask, keep_mask
+from hpc3d.ops.rows import soft_cap, soft_cap_grad
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array, Empty
@@ -233,6 +234,7 @@ def chunks_grad(
         k, v = (each[at][:, tile.keys] for each in kv)
         dk, dv = (each[at][:, tile.keys] for each in dkv)
         p, scaled = _scores(q[at][:, :, tile.queries], kv[0], at, tile, chunks)
+        scores = np.maximum(p, -form.cap) if form.cap else None  # finite also for masked keys
         p -= finite(grad.sums[at][:, :, tile.queries]).reshape(p.shape[1:])
         np.exp(p, out=p)
         d = stack_queries(dout[at][:, :, tile.queries])
@@ -245,6 +247,8 @@ def chunks_grad(
         dv += weights.swapaxes(0, 1) @ d
         dp -= grad.dots[at][:, :, tile.queries].reshape(p.shape[1:])
         dp *= p
+        if scores is not None:
+            soft_cap_grad(dp, scores, form.cap)
         dk += dp.swapaxes(0, 1) @ scaled
         rows = dq[at][:, :, tile.queries]
         rows += (dp.transpose(1, 2, 0) @ (k * k.dtype.type(scale))).reshape(rows.shape)
@@ -365,10 +369,12 @@ def _scores(
 ) -> tuple[Array, Array]:
     """Return the scores S[key, heads, g*query] = k q^T / sqrt(D) of a tile, and the scaled q.
 
-    The scores of masked keys are -inf.
+    The scores are capped if the heads have a soft cap. The scores of masked keys are -inf.
     """
     scaled = stack_queries(q) * q.dtype.type(1 / sqrt(q.shape[-1]))
     scores = _by_columns(k[at][:, tile.keys], scaled)
+    if chunks.form.cap:
+        soft_cap(scores.reshape(len(scores), -1), chunks.form.cap)
     if tile.masked:
         ahead = tile.key_position - tile.query_position
         queries = q.shape[2]

@@ -1,4 +1,4 @@
-"""Row-wise operations: bias, dropout, addition of a repeated table, and their gradients.
+"""Row-wise operations: bias, soft cap, dropout, addition of a table, and their gradients.
 
 To run at cache speed, the NumPy implementations process rows in cache-sized blocks, in place, and
 without full-size temporaries.
@@ -88,6 +88,58 @@ def _(gpu, x, factor, offset, out):
     given = {"factor": factor, "offset": offset, "size": x.size}
     gpu.launch("scale_and_shift", 1, x.size, x=x, out=out, **given)
     return out
+
+
+@primitive
+def soft_cap(x: Array, cap: float) -> None:
+    """Compute x = cap tanh(x / cap) in place (Gemma 2, arXiv:2408.00118, section 2)."""
+
+    def block(rows):
+        part = x[rows]
+        part /= cap
+        np.tanh(part, out=part)
+        part *= cap
+
+    parallel_for(block, row_blocks(x))
+
+
+@soft_cap.narrow
+def _(x, cap):
+    in_float32(lambda rows, part: soft_cap(part, cap), x)
+
+
+soft_cap.abstract(lambda x, cap: None)
+
+
+@soft_cap.cuda
+def _(gpu, x, cap):
+    gpu.launch("soft_cap", 1, x.size, x=x, cap=cap, size=x.size)
+
+
+@primitive
+def soft_cap_grad(dy: Array, y: Array, cap: float) -> None:
+    """Multiply the gradient of y, the result of `soft_cap`, by dy/dx = 1 - (y / cap)^2."""
+
+    def block(rows):
+        slope = y[rows] / cap
+        slope *= slope
+        np.subtract(1, slope, out=slope)
+        dy[rows] *= slope
+
+    parallel_for(block, row_blocks(y))
+
+
+@soft_cap_grad.narrow
+def _(dy, y, cap):
+    in_float32(lambda rows, part: soft_cap_grad(part, widened(y[rows]), cap), dy)
+
+
+soft_cap_grad.abstract(lambda dy, y, cap: None)
+
+
+@soft_cap_grad.cuda
+def _(gpu, dy, y, cap):
+    gpu.launch("soft_cap_grad", 1, dy.size, dy=dy, y=y, cap=cap, size=dy.size)
 
 
 @composite

@@ -37,6 +37,8 @@ from hpc3d.ops.rows import (
     add_repeated,
     dropped,
     scale_and_shift,
+    soft_cap,
+    soft_cap_grad,
     sum_repeated,
     sum_rows,
 )
@@ -184,10 +186,10 @@ REAL = {
 }
 
 
-def attention(b, empty, how):
-    out, p = attend(b["big"], SEQUENCE, FORM, empty, **how)
-    again = attend_again(b["big"], SEQUENCE, FORM, empty, **how)
-    grad = attend_grad(b["x"], b["big"], p, SEQUENCE, FORM, empty, **how)
+def attention(b, empty, how, form=FORM):
+    out, p = attend(b["big"], SEQUENCE, form, empty, **how)
+    again = attend_again(b["big"], SEQUENCE, form, empty, **how)
+    grad = attend_grad(b["x"], b["big"], p, SEQUENCE, form, empty, **how)
     return out, p, again, grad
 
 
@@ -248,6 +250,9 @@ OPS = {
     "attention": lambda b, empty: attention(b, empty, {}),
     "attention with dropout": lambda b, empty: attention(b, empty, {"drop": OF_SCORES}),
     "attention with padding": lambda b, empty: attention(b, empty, {"mask": PADDING}),
+    "attention with a cap": lambda b, empty: attention(b, empty, {}, HeadForm(4, 1, 0.7)),
+    "soft_cap": lambda b, empty: [soft_cap(b["x"], 0.7), b["x"]][1:],
+    "soft_cap_grad": lambda b, empty: [soft_cap_grad(b["x"], b["y"], 5.0), b["x"]][1:],
     "chunked": chunked,
     "cached": cached,
     "coded": coded,

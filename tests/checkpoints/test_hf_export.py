@@ -83,11 +83,11 @@ def test_every_expert_layout_exports_the_same_bytes(tmp_path, line):
         ),
         (
             "window=2",
-            "window = 2: GPT2LMHeadModel .*kind = gemma3_text, llama, phi3, qwen2, qwen3 ",
+            "window = 2: GPT2LMHeadModel .*kind = gemma2, gemma3_text, llama, phi3, qwen2, qwen3 ",
         ),
         (
             "kind=llama window=2 global_every=2",
-            "global_every = 2: MistralForCausalLM .*kind = gemma3_text, qwen2, qwen3 ",
+            "global_every = 2: MistralForCausalLM .*kind = gemma2, gemma3_text, qwen2, qwen3 ",
         ),
         ("kind=llama window=2 mlp_bias=true", "window = 2: LlamaForCausalLM in transformers"),
         (

@@ -9,6 +9,7 @@ import pytest
 from hpc3d.checkpoints.hf_settings import (
     BERT,
     GEMMA,
+    GEMMA2,
     GEMMA3,
     GPT2,
     GPT_NEOX,
@@ -21,7 +22,7 @@ from hpc3d.checkpoints.hf_settings import (
     no_mixture,
 )
 from hpc3d.config.input_file import ModelConfig
-from hpc3d.model.families import with_epsilon
+from hpc3d.model.families import family_of, parameters, with_epsilon
 
 SIZES = {"layers": 4, "hidden": 24, "heads": 12, "kv_heads": 4, "sequence": 3, "vocabulary": 29}
 MODEL = ModelConfig("llama", **SIZES)
@@ -197,6 +198,69 @@ def test_gemma3_config_json_maps_to_model_settings(told, found):
         return
     model = GEMMA3.model(settings, measured)
     assert {key: model.get(key) for key in found} == found
+
+
+GEMMA_2_2B = {  # google/gemma-2-2b, as published
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+CAPS = "attn_logit_softcapping", "final_logit_softcapping"
+
+
+def test_published_config_json_of_gemma2_describes_a_model_of_its_size():
+    model = ModelConfig("gemma2", **GEMMA2.model(GEMMA_2_2B, {}))
+    assert (model.score_cap, model.logit_cap, model.query_scalar) == (50.0, 30.0, None)
+    sizes = family_of(model).sizes(model, model.vocabulary)
+    assert [sizes.window_of(layer) for layer in range(4)] == [4096, 0, 4096, 0]
+    assert parameters(model).total == 2_614_341_888  # as transformers counts them
+    exported = GEMMA2.of(model)
+    assert {key: exported[key] for key in exported.keys() & GEMMA_2_2B.keys()} == {
+        key: value for key, value in GEMMA_2_2B.items() if key in exported
+    }
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        (dict.fromkeys(CAPS), {"score_cap": 0.0, "logit_cap": 0.0}),
+        ({CAPS[0]: 9}, {"score_cap": 9, "logit_cap": 30.0}),
+        ({"query_pre_attn_scalar": 144}, {"query_scalar": 144}),
+        ({"layer_types": [FULL] * 26}, {"window": 0, "global_every": 0}),
+        ({"layer_types": [SLIDING] * 26}, {"window": 4096, "global_every": 0}),
+        ({"layer_types": [FULL, SLIDING] * 13}, "the layers with a window .* are not"),
+        ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu': only 'gelu_pytorch_tanh'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = true: only"),
+    ],
+    ids=str,
+)
+def test_gemma2_config_json_maps_to_model_settings(told, found):
+    """A cap of null is no cap, and a missing cap is the default of transformers."""
+    settings = {key: value for key, value in GEMMA_2_2B.items() if key not in CAPS} | told
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=found):
+            GEMMA2.model(settings, {})
+        return
+    model = ModelConfig("gemma2", **GEMMA2.model(settings, {}))
+    assert {key: getattr(model, key) for key in found} == found
+    assert GEMMA2.model(GEMMA2.of(model), {}) == GEMMA2.model(settings, {})
 
 
 DIVISORS = {"short_factor": [1.0], "long_factor": [2]}

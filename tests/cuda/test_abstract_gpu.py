@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("counts_from_zer
 ONE = "p=1 schedule=none microbatches=2 layers=2 batch=4 steps=2 backend=cupy dtype=float32"
 MODULES = """recompute='["layernorm","mlp"]'"""
 ACTIVATIONS = """recompute='["layernorm","mlp_act"]'"""
+CAPS = "score_cap=0.7 logit_cap=1.5"
 LINES = [
     f"{ONE} gelu=exact dropout=0.25 recompute=selective",
     f"{ONE} fused_gelu=true tied=false recompute=full",
@@ -47,6 +48,8 @@ LINES = [
     f"x=2 {ONE[4:]} batch=8 kind=olmo2 kv_heads=4 ffn=24 scheme=1d-sequence",
     f"{ONE} kind=gemma ffn=40 dtype=bfloat16 hidden=32 heads=4 sequence=8 {MODULES}",
     f"x=2 y=2 {ONE[4:]} batch=8 kind=gemma kv_heads=4 head_dim=6 ffn=24",
+    f"{ONE} kind=gemma2 ffn=40 dtype=bfloat16 hidden=32 heads=4 sequence=8 {CAPS}",
+    f"c=2 x=2 sequence=8 {ONE[4:]} batch=8 kind=gemma2 kv_heads=4 ffn=24 window=3 {CAPS}",
     f"{ONE} kind=gemma3_text ffn=40 dtype=bfloat16 hidden=32 heads=4 sequence=8 {MODULES}",
     f"c=2 x=2 sequence=8 {ONE[4:]} batch=8 kind=gemma3_text ffn=24 window=3 global_every=2",
     f"x=2 y=2 {ONE[4:]} batch=8 kind=gpt_neox heads=6 rope_fraction=0.5 {MODULES}",

@@ -72,29 +72,35 @@ MASKS = {
 
 @pytest.mark.parametrize("sequence", strided(SEQUENCES, 3))
 @pytest.mark.parametrize("rate", [0.0, 0.25])
-@pytest.mark.parametrize("sees", MASKS)
-def test_softmax_and_its_gradient_match_numpy(sequence, rate, sees, real, draw, emulate):
+@pytest.mark.parametrize(
+    ("sees", "cap"), [*((sees, 0) for sees in MASKS), ("causal", 0.4), ("window, padded", 0.4)]
+)
+def test_softmax_and_its_gradient_match_numpy(sequence, rate, sees, cap, real, draw, emulate):
     """A query that sees no key has probabilities of 0."""
     seen = MASKS[sees](sequence)
     shape = BATCH, HEADS, sequence, sequence
     mask, factors = masked(rate, sequence) if rate else (None, None)
     scores, wide = draw(real, *shape)
+    products, slopes = scores.copy() if cap else None, 1.0
+    if cap:
+        slopes = 1 - np.tanh(SCALE * wide / cap) ** 2
     weights = real.empty(*shape) if rate else None
-    sizes = {"heads": HEADS, "sequence": sequence, "scale": SCALE, **dropout_of(mask)}
+    sizes = {"heads": HEADS, "sequence": sequence, "scale": SCALE, **dropout_of(mask), "cap": cap}
     sizes |= {"causal": seen.causal, "window": seen.window}
     work = BATCH * HEADS, sequence
     softmax = {"scores": scores, "weights": weights, "padding": seen.padding}
     softmax["starts"] = seen.starts
     emulate("causal_softmax", *work, **softmax, **sizes)
-    p, weighted = fused.causal_softmax(wide, SCALE, factors, seen)
+    p, weighted = fused.causal_softmax(wide, SCALE, factors, seen, cap)
     real.same(scores, p)
     if rate:
         np.testing.assert_array_equal(real.back(weights) == 0, weighted == 0)
         real.same(weights, real.back(scores) * real.back(real.cast(factors)))
     dweights, wide_d = draw(real, *shape)
-    emulate("causal_softmax_grad", *work, p=scores, dweights=dweights, **sizes)
+    given = {"p": scores, "dweights": dweights, "scores": products}
+    emulate("causal_softmax_grad", *work, **given, **sizes)
     rounded = None if factors is None else real.back(real.cast(factors))
-    expected = fused.causal_softmax_grad(real.back(scores), wide_d, SCALE, rounded)
+    expected = slopes * fused.causal_softmax_grad(real.back(scores), wide_d, SCALE, rounded)
     real.same(dweights, expected, atol=1e-6)
 
 
@@ -124,11 +130,11 @@ def test_softmax_with_surrounding_products_equals_attention(rate):
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 @pytest.mark.parametrize("flash", [None, rules.Flash()], ids=["products", "with cuDNN"])
 @pytest.mark.parametrize("sees", MASKS)
-@pytest.mark.parametrize("queries", strided([1, 2], 2, 1))
-def test_attention_with_grouped_queries_matches_numpy(flash, rate, sees, queries, launcher):
-    """With padding or dropout, products are used even if there is a fused kernel."""
+@pytest.mark.parametrize(("queries", "cap"), strided([(1, 0.0), (2, 0.0), (2, 0.7)], 3, 1))
+def test_attention_with_grouped_queries_matches_numpy(flash, rate, sees, queries, cap, launcher):
+    """With padding, dropout or a cap, products are used even if there is a fused kernel."""
     rules.register(launcher, flash)
-    sequence, form, empty = 5, HeadForm(4, queries), Pool().empty
+    sequence, form, empty = 5, HeadForm(4, queries, cap), Pool().empty
     seen = MASKS[sees](sequence)
     mask = masked(rate, sequence, queries * HEADS)[0] if rate else None
     random = np.random.default_rng(2)
@@ -145,7 +151,7 @@ def test_attention_with_grouped_queries_matches_numpy(flash, rate, sees, queries
         seen = seen._replace(starts=seen.starts.view(rules.CudaArray))
     launcher.count.clear()
     out, kept = attend(qkv, sequence, form, rules.empty, mask, seen)
-    fused_whole = flash and not seen.by_sample and not rate
+    fused_whole = flash and not seen.by_sample and not rate and not cap
     assert launcher.count["causal_softmax"] == (not fused_whole)
     np.testing.assert_allclose(plain(out), expected, atol=4e-3)
     again = attend_again(qkv, sequence, form, rules.empty, mask, seen)

@@ -12,22 +12,22 @@ from tests.fakes.fake_device import plain
 from tests.model.test_decoder import COMMON, decoder_of, step_by_step
 
 
-@pytest.mark.parametrize("window", [0, 1, 40])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0), (1, 0), (40, 0), (0, 0.4), (40, 0.4)])
 @pytest.mark.parametrize(("queries", "first"), [(1, 0), (1, 70), (5, 0), (7, 300)])
-def test_cached_softmax_is_causal(queries, first, window, real, draw, emulate):
+def test_cached_softmax_is_causal(queries, first, window, cap, real, draw, emulate):
     rows, columns = 6 * queries, first + queries
     scores, wide = draw(real, rows, columns)
     sizes = {"queries": queries, "first": first, "columns": columns, "scale": 0.3}
-    sizes["window"] = window
+    sizes |= {"window": window, "cap": cap}
     emulate("cached_softmax", rows, columns, scores=scores, **sizes)
     back = first + np.arange(rows)[:, None] % queries - np.arange(columns)
     hidden = (back < 0) | (back >= (window or columns))
-    p = np.where(hidden, 0, np.exp(0.3 * wide))
+    p = np.where(hidden, 0, np.exp(cap * np.tanh(0.3 * wide / cap) if cap else 0.3 * wide))
     real.same(scores, p / p.sum(1, keepdims=True))
 
 
 @pytest.mark.parametrize("window", [0, 2, 5])
-@pytest.mark.parametrize("form", [HeadForm(4), HeadForm(4, 2)])
+@pytest.mark.parametrize("form", [HeadForm(4), HeadForm(4, 2), HeadForm(4, 2, 0.7)])
 def test_cached_attention_in_chunks_matches_numpy(form, window, launcher):
     random, empty = np.random.default_rng(5), Pool().empty
     caches = [np.zeros((2, 2, 3, 9, 4)), rules.empty((2, 2, 3, 9, 4), np.float32)]

@@ -29,7 +29,7 @@ def dropped(rate, shape):
 class Tile:
     """Tile with random scores and previous sums, and with masks."""
 
-    def __init__(self, draw, real, size, rate, padded):
+    def __init__(self, draw, real, size, rate, padded, cap=0):
         keys, queries, group, ahead, window = size
         self.shape = HEADS, keys, group, queries
         self.scores, wide = draw(real, *self.shape)
@@ -49,11 +49,13 @@ class Tile:
             hidden[self.padding] = True
             starts = KEY + np.arange(queries, dtype=np.int64) // 5 * 5 - 3
             hidden |= KEY + np.arange(keys)[:, None] < starts
-        self.s = np.where(hidden[:, None], -np.inf, SCALE * wide.astype(np.float64))
+        s = SCALE * wide.astype(np.float64)
+        self.slope = SCALE * (1 - np.tanh(s / cap) ** 2 if cap else 1)
+        self.s = np.where(hidden[:, None], -np.inf, cap * np.tanh(s / cap) if cap else s)
         self.work = HEADS * group, queries
         self.given = {"keys": keys, "queries": queries, "group": group, "first": FIRST}
         self.given |= {"ahead": keys if ahead is None else ahead, "sequence": SEQUENCE}
-        self.given |= {"scale": SCALE, "padding": self.padding, "window": window}
+        self.given |= {"scale": SCALE, "cap": cap, "padding": self.padding, "window": window}
         self.given |= {"starts": starts, "key_position": KEY}
         self.given |= cuda_mask(self.mask, "dropout_key")
 
@@ -66,7 +68,10 @@ class Tile:
 def cases(function):
     for mark in (
         pytest.mark.parametrize("size", TILES, ids=str),
-        pytest.mark.parametrize(("rate", "padded"), [(0, False), (0.25, False), (0.25, True)]),
+        pytest.mark.parametrize(
+            ("rate", "padded", "cap"),
+            [(0, False, 0), (0.25, False, 0), (0.25, True, 0), (0.25, True, 0.4)],
+        ),
     ):
         function = mark(function)
     return function
@@ -77,9 +82,9 @@ def base_of(total):
 
 
 @cases
-def test_chunk_softmax_kernel_matches_float64(size, rate, padded, real, draw, emulate):
+def test_chunk_softmax_kernel_matches_float64(size, rate, padded, cap, real, draw, emulate):
     """A query that has seen no key has sums of -inf and weights of 0."""
-    tile = Tile(draw, real, size, rate, padded)
+    tile = Tile(draw, real, size, rate, padded, cap)
     total, before = tile.total(), tile.sums.astype(np.float64)
     kept = FLOAT.empty(HEADS, tile.shape[2], tile.shape[3])
     arrays = {"scores": tile.scores, "sums": tile.sums, "kept": kept}
@@ -93,15 +98,17 @@ def test_chunk_softmax_kernel_matches_float64(size, rate, padded, real, draw, em
 
 
 @cases
-def test_chunk_softmax_gradient_kernel_matches_float64(size, rate, padded, real, draw, emulate):
-    tile = Tile(draw, real, size, rate, padded)
+def test_chunk_softmax_gradient_kernel_matches_float64(
+    size, rate, padded, cap, real, draw, emulate
+):
+    tile = Tile(draw, real, size, rate, padded, cap)
     tile.sums[tile.here] = total = tile.total()
     (dweights, wide), (dots, wide_dots) = draw(real, *tile.shape), draw(FLOAT, *tile.sums.shape)
     arrays = {"scores": tile.scores, "dweights": dweights, "sums": tile.sums, "dots": dots}
     emulate("chunk_softmax_grad", *tile.work, **arrays, **tile.given)
     p = np.exp(tile.s - base_of(total)[:, None])
     real.same(tile.scores, p * tile.factors)
-    ds = SCALE * p * (wide * tile.factors - wide_dots[tile.here][:, None])
+    ds = tile.slope * p * (wide * tile.factors - wide_dots[tile.here][:, None])
     real.same(dweights, ds)
 
 

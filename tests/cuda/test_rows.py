@@ -40,6 +40,16 @@ def test_elementwise_add_and_multiply_kernels(size, offset, real, draw, emulate)
     real.same(x, wide_x * wide_y)
 
 
+@pytest.mark.parametrize("size", FLAT)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_soft_cap_kernel_and_its_gradient(size, offset, real, draw, emulate):
+    (x, wide_x), (dy, wide_dy) = draw(real, size), draw(real, size, offset=offset)
+    emulate("soft_cap", 1, size, x=x, cap=0.7, size=size)
+    real.same(x, 0.7 * np.tanh(wide_x / np.float32(0.7)))
+    emulate("soft_cap_grad", 1, size, dy=dy, y=x, cap=0.7, size=size)
+    real.same(dy, wide_dy * (1 - (real.back(x) / np.float32(0.7)) ** 2))
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("offset", [0, 3, 8])
 def test_accumulate_columns_kernel_leaves_other_columns(size, offset, real, draw, emulate):

@@ -41,6 +41,7 @@ LINES = [
     f"{ONE} kind=qwen3 kv_heads=4 head_dim=6 ffn=20 recompute=selective",
     f"{ONE} kind=olmo2 kv_heads=4 head_dim=6 ffn=20 dropout=0.25",
     f"{ONE} kind=gemma kv_heads=4 head_dim=6 ffn=20 recompute=full",
+    f"{ONE} kind=gemma2 kv_heads=4 ffn=20 window=3 score_cap=0.7 logit_cap=1.5",
     f"{ONE} kind=gemma3_text kv_heads=4 head_dim=6 ffn=20 window=3 query_scalar=9 {MODULES}",
     f"{ONE} kind=gpt_neox heads=6 rope_fraction=0.5 {MODULES}",
     f"{ONE} kind=roberta padding=4 gelu=exact",
@@ -73,6 +74,7 @@ CONTEXT = [
     "attention=chunked recompute=selective kind=llama kv_heads=4 ffn=24",
     "c=2 sequence=8 window=3 global_every=2 layers=2 dropout=0.25",
     "sequence=8 window=3 recompute=selective",
+    "c=2 x=2 sequence=8 kind=gemma2 kv_heads=4 ffn=24 score_cap=0.7 logit_cap=1.5",
     "sequence=8 boundaries=true separator=4 dropout=0.25",
     "c=2 sequence=8 boundaries=true separator=4",
 ]

@@ -207,13 +207,14 @@ def causal_softmax(bench, notes):
     scores, wide = bench.draw(1, heads, sequence, sequence)
     none = dict.fromkeys(("first_row", "first_column", "width", "limit", "factor"), 0)
     sizes = {"heads": heads, "sequence": sequence, "scale": 0.125, "dropout_key": None, **none}
-    sizes |= {"causal": 1, "window": 0}
+    sizes |= {"causal": 1, "window": 0, "cap": 0}
     softmax = {"scores": scores, "weights": None, "padding": None, "starts": None}
     bench.launch("causal_softmax", heads, sequence, **softmax, **sizes)
     p, _ = fused.causal_softmax(wide, 0.125)
     bench.same(notes, "causal_softmax", scores, p, 1e-7)
     dweights, wide_d = bench.draw(1, heads, sequence, sequence)
-    bench.launch("causal_softmax_grad", heads, sequence, p=scores, dweights=dweights, **sizes)
+    grads = {"p": scores, "dweights": dweights, "scores": None}
+    bench.launch("causal_softmax_grad", heads, sequence, **grads, **sizes)
     expected = fused.causal_softmax_grad(scores.astype(np.float64), wide_d, 0.125)
     bench.same(notes, "causal_softmax_grad", dweights, expected, 1e-6)
 
@@ -227,7 +228,7 @@ def chunked_attention(bench, notes):
     (sums, dots, kept), before = random, random[0].astype(np.float64)
     none = dict.fromkeys(("first_row", "first_column", "width", "limit", "factor"), 0)
     given = {"keys": size, "queries": size, "group": group, "ahead": 0, "first": 0, **none}
-    given |= {"window": 0, "starts": None, "key_position": 0}
+    given |= {"window": 0, "cap": 0, "starts": None, "key_position": 0}
     given |= {"sequence": size, "scale": 0.125, "padding": None, "dropout_key": None, "sums": sums}
     s = np.where(np.tri(size, dtype=bool).T[:, None], 0.125 * wide, -np.inf)
     total = np.logaddexp(before, np.log(np.exp(s).sum(1)))

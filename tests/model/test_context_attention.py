@@ -10,7 +10,7 @@ from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.comm.threads import run
 from hpc3d.model.context import Context
 from hpc3d.model.context_attention import _pairs, attention_of
-from hpc3d.model.families import BERT, GPT2, LLAMA
+from hpc3d.model.families import BERT, GEMMA2, GPT2, LLAMA
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.spec import ModelSizes, ModelSpec
 from hpc3d.ops.chunk_tiles import Hop
@@ -38,6 +38,7 @@ KINDS = {
     "both": (LLAMA, sizes_of(kv_heads=6, dropout=0.25)),
     "bidirectional": (BERT, sizes_of()),
     "padded": (BERT, sizes_of(padding=PADDING, dropout=0.25)),
+    "capped": (GEMMA2, sizes_of(kv_heads=6, score_cap=0.7, dropout=0.25)),
     "documents": (LLAMA, sizes_of(kv_heads=6, separator=1, dropout=0.25)),
 }
 CONTEXTS = {
@@ -106,12 +107,14 @@ def test_windowed_context_attention_matches_a_single_rank(kind, context, window)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("window", [1, 5, 64, 65, 100])
-def test_window_of_a_long_sequence_matches_torch(window, chunked, monkeypatch):
+@pytest.mark.parametrize(
+    ("window", "cap"), [(1, 0), (5, 0), (64, 0), (65, 0), (100, 0), (160, 0.7), (5, 0.7), (65, 0.7)]
+)
+def test_window_and_soft_cap_of_a_long_sequence_match_torch(window, cap, chunked, monkeypatch):
     """Chunks have 16 tokens, and blocks of full attention 64 queries."""
     monkeypatch.setattr("hpc3d.model.context_attention._CHUNK", 16)
     tokens, heads, width = 160, 2, 4
-    sizes = ModelSizes(1, heads * width, heads, tokens, 5)
+    sizes = ModelSizes(1, heads * width, heads, tokens, 5, score_cap=cap)
     split = {"dense": Split(m="c", replicate="c")}
     spec = ModelSpec(GPT2, sizes, split, context=Context(tokens), chunked=chunked)
     draw = np.random.default_rng(8)
@@ -128,7 +131,9 @@ def test_window_of_a_long_sequence_matches_torch(window, chunked, monkeypatch):
     q, k, v = leaf.reshape(tokens, heads, 3, width).permute(2, 1, 0, 3)
     back = torch.arange(tokens)[:, None] - torch.arange(tokens)
     seen = (back >= 0) & (back < window)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    scores = q @ k.mT / width**0.5
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
     expected = expected.transpose(0, 1).reshape(tokens, -1)
     expected.backward(torch.tensor(dout))
     _pairs.cache_clear()
@@ -253,6 +258,21 @@ def test_flops_of_chunked_attention(context):
         _, flops = counted(kind, context)
         assert flops["forward"] == pytest.approx(4 * square * seen)
         assert flops["backward"] == pytest.approx(10 * square * seen)
+
+
+@pytest.mark.parametrize(("cap", "products"), [(0.0, 4), (0.7, 5)])
+def test_flops_of_full_attention_with_a_soft_cap(cap, products):
+    """The backward pass computes q k^T again; the saved data is the same as without a cap."""
+    sizes = ModelSizes(1, HEADS * WIDTH, HEADS, T, 5, score_cap=cap)
+    split, recorder = {"dense": Split()}, MemoryRecorder(0, lambda: 0)
+    mesh = abstract_mesh({}, {}).traced(recorder)
+    layer, micro = attention_of(mesh, "p", ModelSpec(GPT2, sizes, split)), micro_of(Context(T))
+    qkv, dout = (mesh.empty((B * T, n), "float64") for n in (sizes.qkv, sizes.hidden))
+    out, saved = layer.forward(qkv, micro)
+    assert mesh.pool.live.total() - 3 * dout.nbytes == 2 * dout.nbytes + saved.probabilities.nbytes
+    layer.backward(dout, saved, micro)
+    product = 2 * B * HEADS * T * T * WIDTH
+    assert [row["flops"] for row in recorder.rows()] == [2 * product, products * product]
 
 
 def kept(length, rings=1, chunked=True):

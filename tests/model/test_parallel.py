@@ -7,6 +7,7 @@ from hpc3d.comm.threads import run
 from hpc3d.model.families import (
     BERT,
     GEMMA,
+    GEMMA2,
     GEMMA3,
     GPT2,
     GPT_NEOX,
@@ -38,6 +39,10 @@ KINDS = {
     "qwen3, a key for all": (QWEN3, ModelSizes(**SHAPE | WIDER | {"kv_heads": 1, "head_dim": 4})),
     "olmo2, a key for all": (OLMO2, ModelSizes(**SHAPE | WIDER | {"kv_heads": 1}, dropout=0.25)),
     "gemma": (GEMMA, ModelSizes(**SHAPE | WIDER | {"head_dim": 4})),
+    "gemma2": (
+        GEMMA2,
+        ModelSizes(**SHAPE | WIDER | {"score_cap": 0.7, "logit_cap": 1.5, "kv_heads": 1}),
+    ),
     "gemma3": (
         GEMMA3,
         ModelSizes(**SHAPE | WIDER | {"window": 2, "global_every": 2, "dropout": 0.25}),

@@ -15,6 +15,7 @@ from hpc3d.config.input_file import TrainConfig
 from hpc3d.model.families import (
     BERT,
     GEMMA,
+    GEMMA2,
     GEMMA3,
     GPT2,
     GPT_NEOX,
@@ -128,6 +129,14 @@ def test_gemma_matches_torch(tied):
     how = {"kv_heads": 2, "head_dim": 8, "ffn": 40}
     loss_of = partial(torch_reference.loss, family=GEMMA)
     same_as(loss_of, ModelSizes(**SHAPE | how, tied=tied, std=0.3), GEMMA)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("caps", [{"score_cap": 0.7}, {"logit_cap": 1.5}], ids=str)
+def test_gemma2_matches_torch(window, caps):
+    how = {"kv_heads": 2, "head_dim": 8, "ffn": 40, "window": window, "global_every": 2}
+    shape = ModelSizes(**SHAPE | how | caps, std=0.3)
+    same_as(partial(torch_reference.loss, family=GEMMA2), shape, GEMMA2)
 
 
 @pytest.mark.parametrize("window", [0, 3, SHAPE["sequence"]])

@@ -13,13 +13,14 @@ from tests.strided import strided
 RNG = np.random.default_rng(7)
 
 
-def by_row(q, k, v, factors, seen):
-    """Attention of one head [T, D], row by row, with `factors` of the probabilities and a mask
-    `seen`, [key, query]. The output of a query that sees no key is 0."""
+def by_row(q, k, v, factors, seen, cap):
+    """Attention of one head [T, D], row by row, with `factors` of the probabilities, a mask
+    `seen`, [key, query], and a soft cap. The output of a query that sees no key is 0."""
     rows = []
     for t in range(len(q)):
         keys = np.flatnonzero(seen[:, t])
-        scores = np.exp(k[keys] @ q[t] / np.sqrt(q.shape[1]))
+        scores = k[keys] @ q[t] / np.sqrt(q.shape[1])
+        scores = np.exp(cap * np.tanh(scores / cap) if cap else scores)
         rows.append((scores / scores.sum() * factors[keys, t]) @ v[keys])
     return np.array(rows)
 
@@ -68,20 +69,20 @@ def test_packed_documents_match_attention_to_each_of_them(queries, window, monke
 
 @pytest.mark.parametrize(("scores", "queries"), SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
-@pytest.mark.parametrize("g", strided([1, 2], 2, 1, days=1))
+@pytest.mark.parametrize(("g", "cap"), strided([(1, 0.0), (2, 0.0), (2, 0.7)], 3, 2, days=1))
 @pytest.mark.parametrize(
     ("causal", "window"), [(True, 0), (False, 0), (True, 1), (True, 3)], ids=str
 )
 @pytest.mark.parametrize("padding", strided(PADDED, 3, 2))
 def test_attention_and_its_gradient(
-    scores, queries, rate, g, causal, window, padding, monkeypatch
+    scores, queries, rate, g, cap, causal, window, padding, monkeypatch
 ):
     """Tests key heads with g queries each."""
     monkeypatch.setattr("hpc3d.ops.attention.SCORES", scores)
     monkeypatch.setattr("hpc3d.ops.attention._QUERIES", queries)
     empty = Pool().empty
     batch, heads, sequence, width = 2, 3, 5, 2
-    form, mask = HeadForm(width, g), AttentionMask(causal, PADDED[padding], window)
+    form, mask = HeadForm(width, g, cap), AttentionMask(causal, PADDED[padding], window)
     qkv = RNG.normal(size=(batch * sequence, heads * (g + 2) * width))
     drop, factors = masked(rate, batch, heads * g, sequence, sequence)
     out, p = attend(qkv, sequence, form, empty, drop, mask)
@@ -94,7 +95,10 @@ def test_attention_and_its_gradient(
     expected = [
         [
             by_row(
-                *(parts[b, :, h, i] for i in (query, g, g + 1)), factors[b, h * g + query], seen[b]
+                *(parts[b, :, h, i] for i in (query, g, g + 1)),
+                factors[b, h * g + query],
+                seen[b],
+                cap,
             )
             for h in range(heads)
             for query in range(g)

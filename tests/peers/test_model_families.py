@@ -61,6 +61,8 @@ GEMMA3["rope_parameters"] = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
 }
+GEMMA2 = {"hidden_size": 64, "head_dim": 12, "sliding_window": 3, "query_pre_attn_scalar": 24}
+GEMMA2 |= {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
 CASES = {  # row of the table -> type of transformers and settings
     "Llama": ("llama", {}),
     "Llama, `head_dim` of its own": ("llama", {"head_dim": 12}),
@@ -108,6 +110,14 @@ CASES = {  # row of the table -> type of transformers and settings
     "Gemma, untied, biases": (
         "gemma",
         {"hidden_size": 16, "head_dim": 4, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "Gemma 2": ("gemma2", GEMMA2),
+    "Gemma 2, no caps, no windows, untied, biases": (
+        "gemma2",
+        GEMMA2
+        | dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+        | {"layer_types": ["full_attention"] * 2, "attention_bias": True}
+        | {"tie_word_embeddings": False, "num_key_value_heads": 4},
     ),
     "Gemma 3": ("gemma3_text", GEMMA3 | {"query_pre_attn_scalar": 24}),
     "Gemma 3, a window in every layer, untied, biases": (

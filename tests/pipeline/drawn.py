@@ -59,6 +59,8 @@ OF_FAMILIES = {  # key of some model families -> values, and how often it is set
     "rope_fraction": ([0.5], SELDOM),
     "rope_window_theta": ([20], st.booleans()),
     "query_scalar": ([9], SELDOM),
+    "score_cap": ([0.7], MOST),
+    "logit_cap": ([1.5], MOST),
     "attention_bias": (["true"], SELDOM),
     "mlp_bias": (["true"], SELDOM),
     "gelu": (["tanh", "exact"], st.just(True)),

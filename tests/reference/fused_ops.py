@@ -11,7 +11,7 @@ from hpc3d.ops.cross_entropy import IGNORE, local_sums, row_max, softmax_grad
 from hpc3d.ops.embedding import gather_rows
 from hpc3d.ops.gelu import GELU
 from hpc3d.ops.norm import moments, normalise, normalise_grad, normalise_sums
-from hpc3d.ops.rows import add_bias, add_repeated
+from hpc3d.ops.rows import add_bias, add_repeated, soft_cap
 
 
 def add_norm(x, residual, gamma, beta, epsilon):
@@ -58,10 +58,13 @@ def cross_entropy(logits, targets, vocabulary, scale):
     return np.where(valid, np.log(sums[0]) - sums[1], 0)
 
 
-def causal_softmax(scores, scale, factors=None, mask=CAUSAL):
+def causal_softmax(scores, scale, factors=None, mask=CAUSAL, cap=0):
     """Compute p = softmax(scale scores + mask) over the keys of [B, heads, key, query], in place,
-    and p times the dropout factors (p itself without dropout). Queries that see no key get 0."""
+    and p times the dropout factors (p itself without dropout). Queries that see no key get 0. The
+    scaled scores have a soft cap, unless it is 0."""
     scores *= scale
+    if cap:
+        soft_cap(scores, cap)
     if mask.causal:
         scores += np.tril(np.full(scores.shape[-2:], -np.inf, scores.dtype), -1)
     if mask.window:

@@ -20,6 +20,7 @@ CAPTURED = [
     f"--mesh.c 2 --parallel.context all-to-all {HALF} 128",
     f"{HALF} 64 --model.dropout 0.1",
     f"{HALF} 64 --model.kind bert --model.padding 0",
+    f"{HALF} 64 --model.kind gemma2 --model.score_cap 50",
     "--model.experts 4 --model.capacity 4",
     '--parallel.offload ["optimizer"]',
     "--train.dtype float16 --model.sequence 256 --mesh.d 4 --parallel.zero 3",

@@ -19,8 +19,8 @@ __device__ Pack<N> dropout_of(Draws& draws, int heads, int sequence, int key, in
     return dropout<N>(draws, e, limit, factor);
 }
 
-// p = softmax(scale scores + mask), which overwrites the scores. With dropout, weights = p *
-// factors.
+// p = softmax(s + mask) with the scores s = scale x or, if `cap` is not 0, cap tanh(scale x / cap)
+// of the products x, which are overwritten. With dropout, weights = p * factors.
 //
 // `padding` [B, sequence] marks masked keys; it is null if no key is masked. If all keys of a
 // query are masked, its probabilities are 0. A query does not attend to keys before its element of
@@ -32,12 +32,13 @@ template <typename T>
 __global__ void __launch_bounds__(256)
 causal_softmax(T* scores, T* weights, const bool* padding, const long long* starts,
                const Word* dropout_key, int causal, int window, int heads, int sequence,
-               float scale, long long first_row, long long first_column, long long width,
-               unsigned limit, float factor)
+               float scale, float cap, long long first_row, long long first_column,
+               long long width, unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
     const int query = (blockIdx.y * 8 + threadIdx.x) * N;
     const Band band = {causal, window};
+    const Score score = {scale, cap};
     // The keys before `from` and from `last` on are masked for all N queries.
     const int from = band.first(query), last = causal ? min(query + N, sequence) : sequence;
     const bool* hidden = padding ? padding + blockIdx.x / heads * sequence : nullptr;
@@ -60,9 +61,9 @@ causal_softmax(T* scores, T* weights, const bool* padding, const long long* star
         for (int i = 0; i < N; i++) {
             if (key < begin[i] || !band.sees(query + i, key))
                 continue;
-            const float score = scale * a[i], most = Max::of(top[i], score);
+            const float s = score.of(a[i]), most = Max::of(top[i], s);
             sum[i] *= top[i] < most ? expf(top[i] - most) : 1;
-            sum[i] += expf(score - most);
+            sum[i] += expf(s - most);
             top[i] = most;
         }
     }
@@ -81,7 +82,7 @@ causal_softmax(T* scores, T* weights, const bool* padding, const long long* star
 #pragma unroll
         for (int i = 0; i < N; i++)
             p[i] = some && key >= begin[i] && band.sees(query + i, key)
-                       ? expf(scale * p[i] - most[i]) / total[i] : 0;
+                       ? expf(score.of(p[i]) - most[i]) / total[i] : 0;
         pack.store(scores + place, p);
         if (!dropout_key)
             continue;
@@ -94,32 +95,37 @@ causal_softmax(T* scores, T* weights, const bool* padding, const long long* star
     }
 }
 
-// ds = scale p (dp - sum over keys of dp p), where dp = dweights * dropout factors. The result
-// overwrites dweights. The first pass computes the sum.
+// dx = slope p (dp - sum over keys of dp p), where dp = dweights * dropout factors, and slope is the
+// derivative of the scores. The result overwrites dweights. The first pass computes the sum. With a
+// soft cap, `scores` are the products x before scaling; otherwise, it is null.
 // Launch: tiles_of_queries; reads and writes dweights
 template <typename T>
 __global__ void __launch_bounds__(256)
-causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal, int window,
-                    int heads, int sequence, float scale, long long first_row,
-                    long long first_column, long long width, unsigned limit, float factor)
+causal_softmax_grad(const T* p, T* dweights, const T* scores, const Word* dropout_key, int causal,
+                    int window, int heads, int sequence, float scale, float cap,
+                    long long first_row, long long first_column, long long width, unsigned limit,
+                    float factor)
 {
     constexpr int N = WIDTH<T>;
     const int query = (blockIdx.y * 8 + threadIdx.x) * N;
     const Band band = {causal, window};
+    const Score score = {scale, cap};
     const int last = causal ? min(query + N, sequence) : sequence;
     const int keys = query < sequence ? sequence : 0;
     const long long start = static_cast<long long>(blockIdx.x) * sequence * sequence + query;
-    const Part<N> pack = {sequence - query, sequence % N == 0 && aligned(p, dweights)};
+    const Part<N> pack = {sequence - query, sequence % N == 0 && aligned(p, dweights, scores)};
     Draws draws(dropout_key);
     Pack<N> sum = {};
 #pragma unroll 1
     for (int pass = 1; pass <= 2; pass++) {
         for (int key = threadIdx.y; key < keys; key += 32) {
             const long long place = start + static_cast<long long>(key) * sequence;
-            Pack<N> a = {}, d = {};
+            Pack<N> a = {}, d = {}, x = {};
             if (key < last) {
                 a = pack.load(p + place);
                 d = pack.load(dweights + place);
+                if (scores && pass == 2)
+                    x = pack.load(scores + place);
             }
             if (key < last && dropout_key) {
                 const Pack<N> f = dropout_of<N>(draws, heads, sequence, key, query, first_row,
@@ -133,7 +139,7 @@ causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal
                 const bool seen = band.sees(query + i, key);
                 if (pass == 1)
                     sum[i] += seen ? a[i] * d[i] : 0;
-                d[i] = seen ? scale * a[i] * (d[i] - sum[i]) : 0;
+                d[i] = seen ? score.slope(x[i]) * a[i] * (d[i] - sum[i]) : 0;
             }
             if (pass == 2)
                 pack.store(dweights + place, d);
@@ -143,26 +149,27 @@ causal_softmax_grad(const T* p, T* dweights, const Word* dropout_key, int causal
     }
 }
 
-// p = softmax(scale scores) for attention to cached keys, which overwrites the scores. The rows
-// are [B heads, queries], and the columns are keys. Query i of `queries` attends to the first
+// p = softmax(s) for attention to cached keys, with the scores s of causal_softmax. The
+// rows are [B heads, queries], and the columns are keys. Query i of `queries` attends to the first
 // first + i + 1 keys, or only to the last `window` of them (0: no window). The probabilities of all
 // other keys are 0. Each block processes one row.
 // Launch: block_per_row; reads and writes scores
 template <typename T>
 __global__ void __launch_bounds__(256)
-cached_softmax(T* scores, int queries, int first, int columns, int window, float scale)
+cached_softmax(T* scores, int queries, int first, int columns, int window, float scale, float cap)
 {
+    const Score score = {scale, cap};
     const long long row = blockIdx.x;
     const int query = first + static_cast<int>(row % queries), seen = query + 1;
     const int from = Band{1, window}.first(query);
     T* mine = scores + row * columns;
     float most = minus_infinity(), sum = 0;
     for (int c = from + threadIdx.x; c < seen; c += blockDim.x)
-        most = Max::of(most, scale * to_float(mine[c]));
+        most = Max::of(most, score.of(to_float(mine[c])));
     most = block_all<Max>(most);
     for (int c = from + threadIdx.x; c < seen; c += blockDim.x)
-        sum += expf(scale * to_float(mine[c]) - most);
+        sum += expf(score.of(to_float(mine[c])) - most);
     sum = block_sum(sum);
     for (int c = threadIdx.x; c < columns; c += blockDim.x)
-        put(mine[c], c >= from && c < seen ? expf(scale * to_float(mine[c]) - most) / sum : 0);
+        put(mine[c], c >= from && c < seen ? expf(score.of(to_float(mine[c])) - most) / sum : 0);
 }

@@ -19,6 +19,21 @@ struct Band {
     __device__ int first(int query) const { return window ? max(0, query - window + 1) : 0; }
 };
 
+// Score of a product q k^T: `scale` times the product or, with a soft cap, cap tanh(scale x / cap).
+struct Score {
+    float scale, cap;
+
+    __device__ float of(float x) const
+    {
+        return cap ? cap * tanhf(scale * x / cap) : scale * x;
+    }
+    __device__ float slope(float x) const  // derivative of the score
+    {
+        const float t = cap ? tanhf(scale * x / cap) : 0;
+        return scale * (1 - t * t);
+    }
+};
+
 // Reduce over the 32 threads with the same x; all of them get the result.
 template <typename Of, int N>
 __device__ Pack<N> column_all(const Pack<N>& mine)

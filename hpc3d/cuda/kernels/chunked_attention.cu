@@ -55,19 +55,22 @@ struct Column {
     }
 };
 
-// Overwrite the scores s with p = exp(scale s - L') * dropout factors. L' = log(exp L + exp l),
-// where l is the log-sum-exp of this tile, and L' replaces L. The factor exp(L - L'), by which the
-// earlier output must be multiplied, is written to `kept` [heads, group, query]. If all keys of a
-// query are masked, L' is -inf and p is 0.
+// Overwrite the products x = q k^T with p = exp(s - L') * dropout factors, where s = scale x is the
+// score, or cap tanh(scale x / cap) if `cap` is not 0. L' = log(exp L + exp l), where l is the
+// log-sum-exp of this tile, and L' replaces L. The factor exp(L - L'), by which the earlier output
+// must be multiplied, is written to `kept` [heads, group, query]. If all keys of a query are
+// masked, L' is -inf and p is 0.
 // Launch: tiles_of_queries; reads and writes scores, sums
 template <typename T>
 __global__ void __launch_bounds__(256)
 chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const long long* starts,
               const Word* dropout_key, int key_position, int keys, int queries, int group,
-              int ahead, int window, int first, int sequence, float scale, long long first_row,
-              long long first_column, long long width, unsigned limit, float factor)
+              int ahead, int window, int first, int sequence, float scale, float cap,
+              long long first_row, long long first_column, long long width, unsigned limit,
+              float factor)
 {
     constexpr int N = WIDTH<T>;
+    const Score score = {scale, cap};
     const Column<T> column(padding, starts, key_position, keys, queries, group, ahead, window, first,
                            sequence);
     const Part<N> pack = {queries - column.query, queries % N == 0 && aligned(scores)};
@@ -85,9 +88,9 @@ chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const lo
         for (int i = 0; i < N; i++) {
             if (!column.sees(i, key))
                 continue;
-            const float score = scale * a[i], most = Max::of(top[i], score);
+            const float s = score.of(a[i]), most = Max::of(top[i], s);
             sum[i] *= top[i] < most ? expf(top[i] - most) : 1;
-            sum[i] += expf(score - most);
+            sum[i] += expf(s - most);
             top[i] = most;
         }
     }
@@ -116,7 +119,7 @@ chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const lo
             p = pack.load(place);
 #pragma unroll
             for (int i = 0; i < N; i++)
-                p[i] = column.sees(i, key) ? expf(scale * p[i] - total[i]) : 0;
+                p[i] = column.sees(i, key) ? expf(score.of(p[i]) - total[i]) : 0;
         }
         if (dropout_key) {
             const Word e = (first_row + blockIdx.x * width + key) * width + first_column;
@@ -130,18 +133,20 @@ chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const lo
     }
 }
 
-// Overwrite the scores s with exp(scale s - L) * dropout factors, for the gradient of v. Overwrite
-// dweights with ds = scale p (dp - dots), where p = exp(scale s - L) and dp = dweights * factors.
+// Overwrite the products x with p * dropout factors, for the gradient of v, where p = exp(s - L).
+// Overwrite dweights with dx = slope p (dp - dots), where dp = dweights * factors, and slope is the
+// derivative of the score s.
 // Launch: tiles_of_queries; reads and writes scores, dweights
 template <typename T>
 __global__ void __launch_bounds__(256)
 chunk_softmax_grad(T* scores, T* dweights, const float* sums, const float* dots,
                    const bool* padding, const long long* starts, const Word* dropout_key,
                    int key_position, int keys, int queries, int group, int ahead, int window,
-                   int first, int sequence, float scale, long long first_row,
+                   int first, int sequence, float scale, float cap, long long first_row,
                    long long first_column, long long width, unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
+    const Score score = {scale, cap};
     const Column<T> column(padding, starts, key_position, keys, queries, group, ahead, window, first,
                            sequence);
     const bool wide = queries % N == 0 && aligned(scores, dweights);
@@ -169,8 +174,9 @@ chunk_softmax_grad(T* scores, T* dweights, const float* sums, const float* dots,
             }
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                p[i] = column.sees(i, key) ? expf(scale * p[i] - total[i]) : 0;
-                d[i] = scale * p[i] * (d[i] * f[i] - dot[i]);
+                const float slope = score.slope(p[i]);
+                p[i] = column.sees(i, key) ? expf(score.of(p[i]) - total[i]) : 0;
+                d[i] = slope * p[i] * (d[i] * f[i] - dot[i]);
                 p[i] *= f[i];
             }
         }

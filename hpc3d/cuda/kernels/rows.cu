@@ -51,6 +51,39 @@ scale_and_shift(const T* x, T* out, float factor, float offset, long long size)
     });
 }
 
+// x = cap tanh(x / cap) for `size` elements. A grid-stride loop over packs.
+// Launch: strided; reads and writes x
+template <typename T>
+__global__ void __launch_bounds__(256) soft_cap(T* x, float cap, long long size)
+{
+    constexpr int N = WIDTH<T>;
+    packs_of_grid<N>(size, aligned(x), [&](long long c, auto pack) {
+        auto a = pack.load(x + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            a[i] = cap * tanhf(a[i] / cap);
+        pack.store(x + c, a);
+    });
+}
+
+// dy *= 1 - (y / cap)^2 for `size` elements, with the result y of soft_cap. A grid-stride loop over
+// packs.
+// Launch: strided; reads and writes dy
+template <typename T>
+__global__ void __launch_bounds__(256)
+soft_cap_grad(T* dy, const T* y, float cap, long long size)
+{
+    constexpr int N = WIDTH<T>;
+    packs_of_grid<N>(size, aligned(dy, y), [&](long long c, auto pack) {
+        auto d = pack.load(dy + c);
+        const auto a = pack.load(y + c);
+#pragma unroll
+        for (int i = 0; i < pack.size; i++)
+            d[i] *= 1 - a[i] / cap * (a[i] / cap);
+        pack.store(dy + c, d);
+    });
+}
+
 // grad += dw; gradients are accumulated over microbatches in float. A grid-stride loop over packs.
 // Launch: strided; reads and writes grad
 template <typename T>
