@@ -265,8 +265,8 @@ class ModelConfig:
     norm_epsilon: Annotated[float | None, AtLeast(0), LessThan(1), _of_kinds("norm_epsilon")] = (
         None
     )
-    """Epsilon of the normalization layers. Default: 1e-12 for bert and roberta, 1e-6 for gemma, gemma2
-    and gemma3_text, otherwise 1e-5."""
+    """Epsilon of the normalization layers. Default: 1e-12 for bert and roberta, 1e-6 for gemma,
+    gemma2 and gemma3_text, otherwise 1e-5."""
     attention_bias: Annotated[bool, _of_kinds("attention_bias")] = False
     """Add biases to the q, k, v and output projections of attention."""
     mlp_bias: Annotated[bool, _of_kinds("mlp_bias")] = False

@@ -130,8 +130,9 @@ class HeadBlock:
 class CoreAttention(HeadBlock):
     """Attention softmax(q k^T / sqrt(D) + mask) v on complete sequences and complete heads.
 
-    The scores have a soft cap if `sizes.score_cap` is set. No communication is needed. If "core_attn" is recomputed, the backward pass recomputes the
-    probabilities from q and k (arXiv:2205.05198, section 5).
+    The scores have a soft cap if `sizes.score_cap` is set. No communication is needed. If
+    "core_attn" is recomputed, the backward pass recomputes the probabilities from q and k
+    (arXiv:2205.05198, section 5).
     """
 
     def __init__(self, mesh: Mesh, name: str, spec: ModelSpec, window: int = 0) -> None:

@@ -198,7 +198,10 @@ ROBERTA = replace(
 
 FAMILIES = {
     family.kind: family
-    for family in (GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, PHI3, OLMO2, GEMMA, GEMMA2, GEMMA3, BERT, ROBERTA)
+    for family in (
+        *(GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3, PHI3, OLMO2),
+        *(GEMMA, GEMMA2, GEMMA3, BERT, ROBERTA),
+    )
 }
 
 

@@ -473,30 +473,40 @@ def _chunk_grad(
         spare.sums[...] = 0
     for queries, keys, p in reversed(blocks):
         ds, temporary = spare.blocks[:, : p.size].reshape(2, *p.shape)
-        by_head, of_p, of_ds = ds.swapaxes(0, 1), p.reshape(len(p), -1), ds.reshape(len(p), -1)
+        by_head, weights = (each.swapaxes(0, 1) for each in (ds, p))
+        of_p, of_ds, spared = (each.reshape(len(p), -1) for each in (p, ds, temporary))
         d = stack_queries(dout[:, :, queries])
-        weights = p.swapaxes(0, 1)
         np.matmul(v[:, keys], d.swapaxes(-1, -2), out=by_head)
         if factors is not None:
             weights = _times(weights, factors, queries, keys)
             by_head[...] = _times(by_head, factors, queries, keys)
-        of_ds *= of_p
-        dots = np.ones(len(p), p.dtype) @ of_ds
-        of_ds -= np.multiply(of_p, dots, out=temporary.reshape(of_p.shape))
+        _softmax_grad(of_p, of_ds, spared)
         if cap:
             _scores(q[:, :, queries], k[:, keys], temporary, cap)
-            soft_cap_grad(of_ds, temporary.reshape(of_p.shape), cap)
+            soft_cap_grad(of_ds, spared, cap)
         of_ds *= scale
         np.matmul(_apart(by_head, g), k[:, None, keys], out=dq[:, :, queries])
         factors_of_sums = (by_head, stack_queries(q[:, :, queries])), (weights, d)
         for total, (a, b) in zip(sums, factors_of_sums, strict=True):
-            if keys == every:
-                np.matmul(a, b, out=total)
-            else:
-                added = spare.blocks[1, : total[:, keys].size].reshape(total[:, keys].shape)
-                total[:, keys] += np.matmul(a, b, out=added)
+            _add_product(a, b, total, keys, spare.blocks[1])
     if len(blocks) > 1:
         dk[...], dv[...] = sums
+
+
+def _add_product(a: Array, b: Array, total: Array, keys: slice, spare: Array) -> None:
+    """Add a b to the rows `keys` of `total`; if these are all rows, overwrite `total`."""
+    rows = total[:, keys]
+    if rows.shape == total.shape:
+        np.matmul(a, b, out=total)
+    else:
+        rows += np.matmul(a, b, out=spare[: rows.size].reshape(rows.shape))
+
+
+def _softmax_grad(p: Array, dp: Array, spare: Array) -> None:
+    """Replace dp [key, column] with ds = p (dp - sum(dp p)), with a workspace of the same size."""
+    dp *= p
+    dots = np.ones(len(p), p.dtype) @ dp
+    dp -= np.multiply(p, dots, out=spare)
 
 
 @attend_grad.narrow

@@ -143,8 +143,8 @@ def _obstacles(config: Config, transport: str) -> Iterator[str]:
 def _uncaptured_attention(config: Config) -> Iterator[str]:
     """Report a sequence length at which cuDNN's attention cannot be captured.
 
-    Attention with dropout, padding or a soft cap does not use cuDNN, and neither does a window in a
-    ring. In a ring, the numbers of queries and keys of a call are multiples of the chunk length.
+    Attention with dropout, padding or a soft cap does not use cuDNN, and neither does a window in
+    a ring. In a ring, the numbers of queries and keys of a call are multiples of the chunk length.
     """
     model, context = config.model, config.context()
     fused = config.train.dtype in ("float16", "bfloat16")

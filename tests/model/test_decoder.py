@@ -72,8 +72,7 @@ def forward_of(line):
         x, _ = stage.embeddings.forward(micro)
         for block in stage.blocks:
             x, _ = block.forward(x, micro)
-        x, _ = stage.head.norm.forward(x)
-        found, _ = stage.head.matmul.forward_saving(x, stage.head.table.value)
+        found, _ = stage.head.logits(x)
         return found.reshape(*padded.shape, -1)[:, : tokens.shape[1], :count]
 
     return logits

@@ -133,8 +133,8 @@ d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=olmo2 kv_heads=1 scheme=2d 
 x=2 y=2 z=2 schedule=none microbatches=2 kind=olmo2 scheme=3d-broadcast recompute='["mlp"]'
 p=2 c=2 x=2 y=2 schedule=zb-h1 microbatches=3 sequence=4 kind=gemma kv_heads=4 head_dim=4 ffn=48
 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=gemma recompute='["layernorm"]'
-p=2 c=2 x=2 schedule=zb-h1 microbatches=3 sequence=8 kind=gemma2 window=3 score_cap=0.7 logit_cap=1.5
-d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=gemma2 kv_heads=1 score_cap=0.7 recompute=selective
+p=2 c=2 x=2 schedule=zb-h1 microbatches=3 sequence=8 kind=gemma2 window=3 score_cap=1 logit_cap=1
+x=2 y=2 schedule=none microbatches=2 zero=3 d=2 kind=gemma2 score_cap=1 recompute=selective
 p=2 c=2 x=2 schedule=zb-h1 microbatches=3 sequence=8 kind=gemma3_text window=3 global_every=2
 p=2 schedule=1f1b microbatches=2 kind=gemma3_text window=4 global_every=2 rope_window_theta=20
 d=2 x=2 y=2 schedule=none microbatches=2 zero=3 kind=gemma3_text window=2 recompute='["layernorm"]'
