@@ -1,4 +1,4 @@
-"""Predicted memory and memory traffic of dropout, compared with runs."""
+"""Predicted memory and memory traffic of dropout and of soft caps, compared with runs."""
 
 from collections import Counter
 
@@ -23,6 +23,7 @@ microbatches=3 recompute=selective sequence=6
 microbatches=2 recompute=full gelu=exact
 schedule=zb-v chunks=2 microbatches=3
 schedule=zb-v chunks=2 microbatches=3 recompute=selective
+microbatches=3 kind=gemma2 score_cap=1 logit_cap=1
 """.strip().splitlines()
 PIPELINES = """
 p=4 schedule=gpipe microbatches=6
@@ -77,10 +78,13 @@ def test_predicted_peaks_match_mpi_ranks(tmp_path):
 
 class Told(CostMeter):
     def __init__(self):
-        self.kernels = Counter()
+        self.kernels, self.products = Counter(), Counter()
 
     def kernel(self, name, nbytes):
         self.kernels[name] += nbytes
+
+    def product(self, m, n, k, dtype, batch=1):
+        self.products[m, n, k] += batch
 
 
 @pytest.mark.parametrize("dropout", [False, True])
@@ -100,3 +104,24 @@ def test_attention_reports_its_dropout_traffic(dropout):
     expected = {"attend": sides + scores, "attend_grad": sides + scores + qkv.nbytes}
     expected |= {"dropped": 4 * scores} if dropout else {}
     assert pool.meter.kernels == expected
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+def test_attention_reports_the_products_and_the_traffic_of_its_soft_cap(cap):
+    """The backward pass computes the scores again and reads them with their gradient."""
+    batch, heads, sequence, width = 3, 4, 16, 8
+    pool = AbstractPool(Told())
+    qkv = pool.empty((batch * sequence, heads * 3 * width), np.float32)
+    form = HeadForm(width, cap=cap)
+    out, probabilities = attend(qkv, sequence, form, pool.empty)
+    scores = probabilities.nbytes
+    attend_grad(out, qkv, probabilities, sequence, form, pool.empty)
+    inward, outward = (sequence, sequence, width), (sequence, width, sequence)
+    assert pool.meter.products == {
+        inward: batch * heads * (3 + (cap > 0)),
+        outward: batch * heads * 3,
+    }
+    caps = {name: pool.meter.kernels[name] for name in ("soft_cap", "soft_cap_grad")}
+    assert caps == (
+        {"soft_cap": 2 * scores, "soft_cap_grad": 3 * scores} if cap else dict.fromkeys(caps, 0)
+    )
