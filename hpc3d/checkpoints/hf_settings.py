@@ -445,7 +445,9 @@ def _alternating_told(
     told = {**usual, **settings}  # with the defaults of transformers
     every = told.get("sliding_window_pattern", told.get("_sliding_window_pattern", every))
     if type(every) is not int or every < 1:
-        raise ValueError(f"{CONFIG}: sliding_window_pattern = {as_written(every)}: must be positive")
+        raise ValueError(
+            f"{CONFIG}: sliding_window_pattern = {as_written(every)}: must be positive"
+        )
     layers, scalar = model["layers"], told["query_pre_attn_scalar"]
     return {
         **_llama_told(told, model),

@@ -3,7 +3,7 @@
 The algorithm is FlashAttention-2 (Dao 2023, arXiv:2307.08691). The package nvidia-cudnn-frontend
 (module `cudnn`, 1.16 or newer) builds a graph with a single operation, which is executed on device
 pointers. Nothing is copied: q, k and v are strided views of qkv, and their gradients are strided
-views of dqkv.
+views of dqkv. Padding is a bias of the scores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 TYPES = {"float16": "HALF", "bfloat16": "BFLOAT16"}  # dict from supported dtypes to cuDNN's names
-_Q, _K, _V, _OUT, _STATS, _DOUT, _DQ, _DK, _DV = range(1, 10)  # tensor identifiers in the graphs
+# Tensor identifiers in the graphs.
+_Q, _K, _V, _OUT, _STATS, _DOUT, _DQ, _DK, _DV, _BIAS = range(1, 11)
 _LINE = 400  # maximum length of a cuDNN error message, in characters
 RUNTIMES = ("libcudart.so.12", "libcudart.so.13")  # file names of CUDA runtimes
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a tensor
@@ -34,7 +35,8 @@ class Case(NamedTuple):
     """Cache key of an attention graph: shapes, dtype and mask.
 
     `heads` is the number of KV heads, and `queries` the number of query heads per KV head. With
-    `window`, a query attends only to the last `window` keys up to its own position.
+    `window`, a query attends only to the last `window` keys up to its own position. If `biased` is
+    True, a bias of each key is added to its scores.
     """
 
     batch: int
@@ -45,10 +47,17 @@ class Case(NamedTuple):
     dtype: str
     causal: bool
     window: int = 0
+    biased: bool = False
 
     @classmethod
     def of(
-        cls, qkv: Any, sequence: int, form: Sequence[int], causal: bool = True, window: int = 0
+        cls,
+        qkv: Any,
+        sequence: int,
+        form: Sequence[int],
+        causal: bool = True,
+        window: int = 0,
+        bias: Any = None,
     ) -> Case:
         """Create a cache key for an array qkv of shape [B*T, heads*(g+2)*D].
 
@@ -57,7 +66,8 @@ class Case(NamedTuple):
         """
         (rows, columns), (width, queries) = qkv.shape, form[:2]
         heads, name = columns // ((queries + 2) * width), np.dtype(qkv.dtype).name
-        return cls(rows // sequence, heads, queries, sequence, width, name, causal, window)
+        batch, biased = rows // sequence, bias is not None
+        return cls(batch, heads, queries, sequence, width, name, causal, window, biased)
 
     def layout(self, tensor: int) -> tuple[list[int], list[int]]:
         """Return the shape [B, heads, T, D] of a tensor, and its strides in elements."""
@@ -65,6 +75,8 @@ class Case(NamedTuple):
         count = heads * (1 if tensor in (_K, _V, _DK, _DV) else queries)
         if tensor == _STATS:
             return [batch, count, sequence, 1], [count * sequence, sequence, 1, 1]
+        if tensor == _BIAS:
+            return [batch, 1, 1, sequence], [sequence, sequence, sequence, 1]
         row, head = heads * (queries + 2) * width, 3 * width if queries == 1 else width
         if tensor in (_OUT, _DOUT):
             row, head = count * width, width
@@ -105,7 +117,14 @@ class _HopCase(NamedTuple):
         layouts, mask = dict(self.layouts), "a causal mask" if self.causal else "no mask"
         if self.window:
             mask = f"a window of {self.window} keys"
+        if self.biased:
+            mask += " and padding"
         return f"{self.dtype} q {layouts[_Q][0]} and k {layouts[_K][0]} with {mask}"
+
+    @property
+    def biased(self) -> bool:
+        """True if a bias of each key is added to its scores."""
+        return _BIAS in dict(self.layouts)
 
     def layout(self, tensor: int) -> tuple[list[int], list[int]]:
         """Return the shape [B, heads, T, D] of a tensor, and its strides in elements."""
@@ -187,20 +206,23 @@ class Flash:
         form: tuple[int, int],
         causal: bool = True,
         window: int = 0,
+        bias: Any = None,
     ) -> tuple[Any, Any]:
         """Compute softmax(q k^T / sqrt(D) + mask) v, and the statistics for the backward pass.
 
         `heads` is the number of KV heads, g the number of query heads per KV head, and `form` is
-        (D, g). For qkv [B*T, heads*(g+2)*D], returns out [B*T, heads*g*D] and the float32 array
-        stats [B, heads*g, T, 1], the log-sum-exp of every row of scores. Raises RuntimeError if
-        cuDNN does not support these sizes, for example T = 1.
+        (D, g). `bias` [B, T] is added to the scores of each key. For qkv [B*T, heads*(g+2)*D],
+        returns out [B*T, heads*g*D] and the float32 array stats [B, heads*g, T, 1], the
+        log-sum-exp of every row of scores. Raises RuntimeError if cuDNN does not support these
+        sizes, for example T = 1.
         """
-        case = Case.of(qkv, sequence, form, causal, window)
+        case = Case.of(qkv, sequence, form, causal, window, bias)
         plan = self.plan(self.attention, case)
         out = self.empty((qkv.shape[0], case.heads * case.queries * case.width), qkv.dtype)
         stats = self.empty(tuple(case.layout(_STATS)[0]), np.dtype(np.float32))
         q, k, v = case.addresses(qkv)
-        self.run(plan, {_Q: q, _K: k, _V: v, _OUT: out.data.ptr, _STATS: stats.data.ptr})
+        given = {_OUT: out.data.ptr, _STATS: stats.data.ptr, **_pointer(bias)}
+        self.run(plan, {_Q: q, _K: k, _V: v, **given})
         return out, stats
 
     def backward(
@@ -212,30 +234,36 @@ class Flash:
         sequence: int,
         form: tuple[int, int],
         *mask: Any,
+        bias: Any = None,
     ) -> Any:
         """Compute the gradient of qkv from the gradient of out and the results of `forward`.
 
         `mask` is (causal, window), as in `forward`; by default, the mask is causal.
         """
         assert dout.shape == out.shape and dout.dtype == out.dtype == qkv.dtype
-        case = Case.of(qkv, sequence, form, *mask)
+        case = Case.of(qkv, sequence, form, *mask, bias=bias)
         plan = self.plan(self.attention_grad, case)
         dqkv = self.empty(qkv.shape, qkv.dtype)
         (q, k, v), (dq, dk, dv) = case.addresses(qkv), case.addresses(dqkv)
         given = {_OUT: out.data.ptr, _STATS: stats.data.ptr, _DOUT: dout.data.ptr}
+        given |= _pointer(bias)
         self.run(plan, {_Q: q, _K: k, _V: v, **given, _DQ: dq, _DK: dk, _DV: dv})
         return dqkv
 
-    def hop(self, q: Any, k: Any, v: Any, causal: bool, window: int = 0) -> tuple[Any, Any]:
+    def hop(
+        self, q: Any, k: Any, v: Any, causal: bool, window: int = 0, bias: Any = None
+    ) -> tuple[Any, Any]:
         """Compute attention for one block of keys, and the log-sum-exps to merge blocks.
 
         For views q [B, heads, g, t, D] and k, v [B, heads, s, D], returns workspaces: the output
         [B, t, heads, g, D] and the log-sum-exps [B, heads, g, t] in float32. Under the causal
         mask, query i attends to keys 0 to i, or only to the last `window` of them (0: to all).
+        `bias` [B, s] is added to the scores of each key.
         """
         out = self.scratch(result_shape(q), q.dtype)
         sums = self.scratch(q.shape[:-1], np.dtype(np.float32))
         tensors = {_Q: q, _K: k, _V: v, _OUT: _by_head(out), _STATS: _column(sums)}
+        tensors |= _broadcast(bias)
         self.run_hop(self.attention, tensors, causal, window)
         return out, sums
 
@@ -247,6 +275,7 @@ class Flash:
         sums: Any,
         causal: bool,
         window: int = 0,
+        bias: Any = None,
     ) -> tuple[Any, Any]:
         """Compute the contributions of one block of keys to the gradients of q, k and v.
 
@@ -259,7 +288,7 @@ class Flash:
         dq = self.scratch(result_shape(q), q.dtype)
         dkv = self.scratch((2, *k.shape), k.dtype)
         tensors = {_Q: q, _K: k, _V: v, _OUT: out, _STATS: _column(sums), _DOUT: dout}
-        tensors |= {_DQ: _by_head(dq), _DK: dkv[0], _DV: dkv[1]}
+        tensors |= {_DQ: _by_head(dq), _DK: dkv[0], _DV: dkv[1], **_broadcast(bias)}
         self.run_hop(self.attention_grad, tensors, causal, window)
         return dq, dkv
 
@@ -272,7 +301,8 @@ class Flash:
     def attention(self, graph: Any, case: Case | _HopCase) -> None:
         """Add the inputs, the operation and the outputs of the forward pass to a graph."""
         q, k, v = (self.input(graph, case, tensor) for tensor in (_Q, _K, _V))
-        made = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **_operation(case))
+        how = {"generate_stats": True, **_operation(case), **self.bias(graph, case)}
+        made = graph.sdpa(q=q, k=k, v=v, **how)
         self.outputs(case, (_OUT, _STATS), made)
 
     def attention_grad(self, graph: Any, case: Case | _HopCase) -> None:
@@ -280,7 +310,12 @@ class Flash:
         names = {"q": _Q, "k": _K, "v": _V, "o": _OUT, "dO": _DOUT, "stats": _STATS}
         given = {name: self.input(graph, case, tensor) for name, tensor in names.items()}
         how = {**_operation(case), "use_deterministic_algorithm": False}
+        how |= self.bias(graph, case)
         self.outputs(case, (_DQ, _DK, _DV), graph.sdpa_backward(**given, **how))
+
+    def bias(self, graph: Any, case: Case | _HopCase) -> dict[str, Any]:
+        """Add the bias to a graph, if there is one; return it as a keyword argument."""
+        return {"bias": self.input(graph, case, _BIAS)} if case.biased else {}
 
     def input(self, graph: Any, case: Case | _HopCase, tensor: int) -> Any:
         shape, strides = case.layout(tensor)
@@ -416,6 +451,15 @@ def _operation(case: Case | _HopCase) -> dict[str, float]:
     bound = {"diagonal_band_right_bound": 0} if case.causal else {}
     left = {"diagonal_band_left_bound": case.window} if case.window else {}
     return {"attn_scale": 1 / sqrt(case.width), **bound, **left}
+
+
+def _pointer(bias: Any) -> dict[int, int]:
+    return {} if bias is None else {_BIAS: bias.data.ptr}
+
+
+def _broadcast(bias: Any) -> dict[int, Any]:
+    """Return a bias [B, keys] as a view [B, 1, 1, keys], by tensor identifier."""
+    return {} if bias is None else {_BIAS: bias.reshape(len(bias), 1, 1, bias.shape[1])}
 
 
 def _layout(view: Any) -> _Layout:

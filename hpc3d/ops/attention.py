@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from hpc3d.cuda.gpu import Gpu
 
 SCORES = 1 << 18  # maximum size in bytes of a block of attention probabilities
+# Bias of masked keys in fused attention, which float16 and bfloat16 represent exactly. The bias is
+# finite, because the softmax of scores of -inf is NaN. If all keys of a query are masked, its
+# log-sum-exp is less than LEAST.
+_MASKED, LEAST = -(2.0**15), -(2.0**14)
 # With a causal mask: the minimum number of queries in a block, and the maximum number of blocks.
 _QUERIES, _BLOCKS = 64, 8
 
@@ -86,11 +90,6 @@ class AttentionMask(NamedTuple):
     padding: Array | None = None
     window: int = 0
     starts: Array | None = None
-
-    @property
-    def by_sample(self) -> bool:
-        """True if the mask differs between samples."""
-        return self.padding is not None or self.starts is not None
 
     def of_sample(self, sample: slice) -> AttentionMask:
         """Return the mask of some samples."""
@@ -343,8 +342,8 @@ def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
 
 @attend.cuda
 def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
-    if by_cudnn(gpu, qkv, form, drop, mask.by_sample):
-        out, stats = gpu.flash.forward(qkv, sequence, form, mask.causal, mask.window)
+    if by_cudnn(gpu, qkv, form, drop, mask.starts):
+        out, stats = _fused(gpu, qkv, sequence, form, mask)
         return out, (out, stats)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
     p, weights = _softmax(gpu, (q, k), form, empty, drop, mask)
@@ -394,8 +393,8 @@ def _(qkv, sequence, form, empty, drop=None, mask=CAUSAL):
 
 @attend_again.cuda
 def _(gpu, qkv, sequence, form, empty, drop=None, mask=CAUSAL):
-    if by_cudnn(gpu, qkv, form, drop, mask.by_sample):
-        return gpu.flash.forward(qkv, sequence, form, mask.causal, mask.window)
+    if by_cudnn(gpu, qkv, form, drop, mask.starts):
+        return _fused(gpu, qkv, sequence, form, mask)
     q, k, _ = _contiguous(gpu, qkv, sequence, form)
     return _softmax(gpu, (q, k), form, empty, None, mask)[0]
 
@@ -534,8 +533,10 @@ def _(dout, qkv, probabilities, sequence, form, empty, drop=None, mask=CAUSAL):
 
 @attend_grad.cuda
 def _(gpu, dout, qkv, kept, sequence, form, empty, drop=None, mask=CAUSAL):
-    if by_cudnn(gpu, qkv, form, drop, mask.by_sample):
-        return gpu.flash.backward(dout, qkv, *kept, sequence, form, mask.causal, mask.window)
+    if by_cudnn(gpu, qkv, form, drop, mask.starts):
+        bias = padding_bias(gpu, mask.padding, slice(0, sequence), qkv.dtype)
+        seen = mask.causal, mask.window
+        return gpu.flash.backward(dout, qkv, *kept, sequence, form, *seen, bias=bias)
     q, k, v = _contiguous(gpu, qkv, sequence, form)
     d = gpu.contiguous(queries_of(dout, sequence, form)).reshape(q.shape)
     weights = kept if drop is None else _dropped_again(gpu, kept, drop)
@@ -608,14 +609,39 @@ def _meter_dropout(drop: Mask | None, probabilities: AbstractArray) -> None:
         probabilities.meter.kernel(dropped.__name__, 2 * probabilities.nbytes)
 
 
-def by_cudnn(gpu: Gpu, x: Array, form: HeadForm, drop: Mask | None, by_sample: bool) -> bool:
+def by_cudnn(gpu: Gpu, x: Array, form: HeadForm, drop: Mask | None, starts: Array | None) -> bool:
     """Return True if cuDNN can compute attention for operands like `x`.
 
-    Masks that differ between samples (`by_sample`), such as padding, and soft caps are not
-    supported.
+    Sequences that are divided into documents (`starts`) and soft caps are not supported.
     """
-    flash = gpu.flash and not (by_sample or form.cap)
+    flash = gpu.flash and starts is None and not form.cap
     return flash and x.size and gpu.flash.suits(x.dtype, form.width, drop)
+
+
+def padding_bias(gpu: Gpu, padding: Array | None, keys: slice, dtype: np.dtype) -> Array | None:
+    """Return the bias [B, keys] for fused attention with padding, or `None` without padding."""
+    if padding is None:
+        return None
+    bias = gpu.empty((len(padding), length(keys)), dtype)
+    sizes = {"keys": length(keys), "first": keys.start, "sequence": padding.shape[1]}
+    gpu.launch("padding_bias", *bias.shape, bias=bias, padding=padding, masked=_MASKED, **sizes)
+    return bias
+
+
+def _fused(
+    gpu: Gpu, qkv: Array, sequence: int, form: HeadForm, mask: AttentionMask
+) -> tuple[Array, Array]:
+    """Compute attention with cuDNN; return the output and the statistics of `Flash.forward`.
+
+    If all keys of a query are masked, its output is 0, and its log-sum-exp is `LEAST`.
+    """
+    assert gpu.flash
+    bias = padding_bias(gpu, mask.padding, slice(0, sequence), qkv.dtype)
+    out, stats = gpu.flash.forward(qkv, sequence, form, mask.causal, mask.window, bias)
+    if bias is not None:
+        sizes = {"heads": stats.shape[1], "width": form.width, "sequence": sequence}
+        gpu.launch("clear_masked", *out.shape, out=out, sums=stats, least=LEAST, **sizes)
+    return out, stats
 
 
 def _contiguous(gpu: Gpu, qkv: Array, sequence: int, form: HeadForm) -> Array:

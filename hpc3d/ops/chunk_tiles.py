@@ -129,8 +129,7 @@ class Chunks(NamedTuple):
         rectangle.
         """
         banded = not (self.ring and self.window)
-        by_sample = self.padding is not None or self.starts is not None
-        return banded and by_cudnn(gpu, x, self.form, self.drop, by_sample)
+        return banded and by_cudnn(gpu, x, self.form, self.drop, self.starts)
 
 
 def _hull(slices: Sequence[slice]) -> slice:

@@ -27,6 +27,7 @@ from hpc3d.arrays.narrow import wide
 from hpc3d.arrays.primitive import composite, primitive
 from hpc3d.arrays.worker_threads import parallel_for
 from hpc3d.ops.attention import (
+    LEAST,
     HeadForm,
     attend,
     attend_again,
@@ -35,6 +36,7 @@ from hpc3d.ops.attention import (
     finite,
     heads_of,
     hide_documents,
+    padding_bias,
     queries_of,
     stack_queries,
 )
@@ -163,8 +165,11 @@ def _(gpu, qkv, kv, merged, chunks):
     if chunks.by_cudnn(gpu, kv):
         hop = chunks.hop()
         k, v = kv[:, :, :, hop.keys]
-        added, sums = gpu.flash.hop(q[:, :, :, hop.queries], k, v, hop.causal, chunks.window)
-        _add_hop(gpu, merged.out, added, hop, (merged.sums, sums))
+        bias = padding_bias(gpu, chunks.padding, hop.keys, kv.dtype)
+        q = q[:, :, :, hop.queries]
+        added, sums = gpu.flash.hop(q, k, v, hop.causal, chunks.window, bias)
+        least = -np.inf if bias is None else LEAST
+        _add_hop(gpu, merged.out, added, hop, (merged.sums, sums), least)
         return
     for tile in gpu_tiles(gpu, chunks, kv):
         (k, v), queries = tile.keys(kv), tile.queries(q)
@@ -301,8 +306,9 @@ def _hop_grad(
         sums = gpu.empty(q.shape[:-1], np.float32)
         sums[...] = grad.sums[:, :, :, hop.queries]
     assert gpu.flash
-    mask = hop.causal, chunks.window
-    added, added_kv = gpu.flash.hop_grad(dout, (q, k, v), out, sums, *mask)
+    mask = {"causal": hop.causal, "window": chunks.window}
+    mask["bias"] = padding_bias(gpu, chunks.padding, hop.keys, kv.dtype)
+    added, added_kv = gpu.flash.hop_grad(dout, (q, k, v), out, sums, **mask)
     _add_hop(gpu, dq, added, hop)
     dkv = empty(kv.shape, np.float32)
     if hop.keys != every:
@@ -312,12 +318,18 @@ def _hop_grad(
 
 
 def _add_hop(
-    gpu: Gpu, out: Array, added: Array, hop: Hop, sums: tuple[Array, Array] | None = None
+    gpu: Gpu,
+    out: Array,
+    added: Array,
+    hop: Hop,
+    sums: tuple[Array, Array] | None = None,
+    least: float = -np.inf,
 ) -> None:
     """Add `added` [B, queries, heads, g, D] to the rows of a hop in out [B*t, heads*g*D].
 
     `sums` are the log-sum-exps of `out` [B, heads, g, t] and of `added` [B, heads, g, queries].
-    If they are given, the two outputs are merged, and the first array is updated.
+    If they are given, the two outputs are merged, and the first array is updated. If all keys of a
+    query are masked, its log-sum-exp is less than `least`, and its output is not added.
     """
     batch, queries, heads, g, width = added.shape
     rows = out.reshape(batch, -1, out.shape[1])
@@ -327,7 +339,7 @@ def _add_hop(
         samples = slice(start, start + step)
         old, new = (each[samples] for each in sums) if sums else (None, None)
         given = {"out": rows[samples, hop.queries], "added": added[samples], "sums": old}
-        given |= {"added_sums": new, "sequence": rows.shape[1], **sizes}
+        given |= {"added_sums": new, "sequence": rows.shape[1], "least": least, **sizes}
         gpu.launch("merge_hop", step * queries, heads * g * width, **given)
 
 

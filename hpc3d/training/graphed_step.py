@@ -143,13 +143,13 @@ def _obstacles(config: Config, transport: str) -> Iterator[str]:
 def _uncaptured_attention(config: Config) -> Iterator[str]:
     """Report a sequence length at which cuDNN's attention cannot be captured.
 
-    Attention with dropout, padding or a soft cap does not use cuDNN, and neither does a window in
-    a ring. In a ring, the numbers of queries and keys of a call are multiples of the chunk length.
+    Attention with dropout, document boundaries or a soft cap does not use cuDNN, and neither does
+    a window in a ring. In a ring, the numbers of queries and keys of a call are multiples of the
+    chunk length.
     """
     model, context = config.model, config.context()
     fused = config.train.dtype in ("float16", "bfloat16")
-    masked = model.padding is not None or config.data.boundaries
-    fused = fused and not (model.dropout or masked or model.score_cap)
+    fused = fused and not (model.dropout or config.data.boundaries or model.score_cap)
     ring = context.rings > 1
     fused = fused and not (ring and model.window and not model.global_every)
     if fused and not Flash.replays(context.chunk if ring else model.sequence):

@@ -15,7 +15,7 @@ from hpc3d.comm import threads
 from hpc3d.cuda import launch_table
 from hpc3d.cuda.cudnn_attention import result_shape
 from hpc3d.cuda.gpu import Gpu, add_gpu
-from hpc3d.ops.attention import AttentionMask, attend, attend_grad
+from hpc3d.ops.attention import heads_of, queries_of
 from hpc3d.ops.float8 import E4M3
 from tests.fakes import fake_cudnn
 from tests.fakes.fake_device import DeviceArray, DevicePool, Tape, do, on_device, plain, tape
@@ -172,30 +172,35 @@ class Flash:
     def suits(self, dtype, width, drop):
         return drop is None and dtype.itemsize == 2
 
-    def forward(self, qkv, sequence, form, causal, window):
-        mask = AttentionMask(causal, window=window)
-        out, p = attend(wide(qkv), sequence, form, np.empty, mask=mask)
-        return kept(out, qkv.dtype), kept(p, np.float32)
+    def forward(self, qkv, sequence, form, *mask):
+        q, k, v = heads_of(qkv, sequence, form)
+        added, sums = self.hop(q, k, v, *mask)
+        batch, heads, g, *_ = q.shape
+        return added.reshape(len(qkv), -1), sums.reshape(batch, heads * g, sequence, 1)
 
-    def backward(self, dout, qkv, out, stats, sequence, form, causal, window):
+    def backward(self, dout, qkv, out, stats, sequence, form, *mask, bias=None):
         assert out.shape == dout.shape
-        given = wide(dout), wide(qkv), wide(stats)
-        mask = AttentionMask(causal, window=window)
-        dqkv = attend_grad(*given, sequence, form, np.empty, mask=mask)
-        return kept(dqkv, qkv.dtype)
+        q, k, v = heads_of(qkv, sequence, form)
+        by_query = [queries_of(each, sequence, form) for each in (dout, out)]
+        sums, dqkv = stats.reshape(q.shape[:-1]), empty(qkv.shape, qkv.dtype)
+        dq, dkv = self.hop_grad(by_query[0], (q, k, v), by_query[1], sums, *mask, bias)
+        parts = dq.transpose(0, 2, 3, 1, 4), *dkv
+        for part, made in zip(heads_of(plain(dqkv), sequence, form), parts, strict=True):
+            part[...] = plain(made)
+        return dqkv
 
-    def hop(self, q, k, v, causal, window):
+    def hop(self, q, k, v, causal, window, bias=None):
         out, sums = empty(result_shape(q), q.dtype), empty((*q.shape[:-1], 1), np.float32)
         *given, into, stats = map(by_head, (q, k, v, out.transpose(0, 2, 3, 1, 4), sums))
-        fake_cudnn.forward(given, (into, stats), *scaled(q, causal, window))
+        fake_cudnn.forward(given, (into, stats), *scaled(q, causal, window, bias))
         return out, sums.reshape(q.shape[:-1])
 
-    def hop_grad(self, dout, qkv, out, sums, causal, window):
+    def hop_grad(self, dout, qkv, out, sums, causal, window, bias=None):
         q, k, _ = qkv
         dq, dkv = empty(result_shape(q), q.dtype), empty((2, *k.shape), k.dtype)
         given = map(by_head, (*qkv, out, dout, sums.reshape(*sums.shape, 1)))
         made = map(by_head, (dq.transpose(0, 2, 3, 1, 4), *dkv))
-        fake_cudnn.backward([*given], [*made], *scaled(q, causal, window))
+        fake_cudnn.backward([*given], [*made], *scaled(q, causal, window, bias))
         return dq, dkv
 
 
@@ -205,17 +210,15 @@ def by_head(view):
     return view if view.ndim == 4 else view.reshape(len(view), -1, *view.shape[3:])
 
 
-def scaled(q, causal, window):
-    """Return the scale of the scores, and cuDNN's right and left bound of the band of keys."""
-    return q.shape[-1] ** -0.5, (0 if causal else None, window or None)
+def scaled(q, causal, window, bias):
+    """Return the scale of the scores, cuDNN's right and left bound of the band of keys, and the
+    bias."""
+    bias = None if bias is None else plain(bias)[:, None, None]
+    return q.shape[-1] ** -0.5, (0 if causal else None, window or None), bias
 
 
 def wide(array):
     return plain(array).astype(np.float32)
-
-
-def kept(array, dtype):
-    return array.astype(dtype).view(CudaArray)
 
 
 def register(launcher, flash=None):

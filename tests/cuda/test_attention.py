@@ -17,6 +17,7 @@ from hpc3d.ops.attention import (
 from hpc3d.ops.random import Mask, philox_key
 from hpc3d.ops.rotary import Rotation, rotary_table, rotate
 from tests.cuda import rules
+from tests.cuda.conftest import FLOAT
 from tests.cuda.test_random import drawn_by
 from tests.fakes.fake_device import plain
 from tests.reference import fused_ops as fused
@@ -104,6 +105,30 @@ def test_softmax_and_its_gradient_match_numpy(sequence, rate, sees, cap, real, d
     real.same(dweights, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize(("first", "keys"), [(0, 40), (3, 33)])
+def test_bias_of_padding_masks_keys(first, keys, real, emulate):
+    sequence = 40
+    padding, bias = padded(sequence), real.empty(BATCH, keys)
+    sizes = {"keys": keys, "first": first, "sequence": sequence, "masked": -32768}
+    emulate("padding_bias", BATCH, keys, bias=bias, padding=padding, **sizes)
+    expected = np.where(padding[:, first : first + keys], -32768, 0)
+    np.testing.assert_array_equal(real.back(bias), expected)
+
+
+@pytest.mark.parametrize(("heads", "width"), [(1, 5), (9, 64)])
+def test_output_of_queries_without_keys_is_cleared(heads, width, real, draw, emulate):
+    sequence, least = 6, -16384
+    out, wide = draw(real, BATCH, sequence, heads, width)
+    sums, before = draw(FLOAT, BATCH, heads, sequence)
+    sums[0], sums[1, :, 3] = -32700, -32769
+    sizes = {"heads": heads, "width": width, "sequence": sequence, "least": least}
+    emulate("clear_masked", BATCH * sequence, heads * width, out=out, sums=sums, **sizes)
+    none = np.zeros((BATCH, sequence), bool)
+    none[0], none[1, 3] = True, True
+    np.testing.assert_array_equal(real.back(out), np.where(none[..., None, None], 0, wide))
+    np.testing.assert_array_equal(sums, np.where(none[:, None], least, before))
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 def test_softmax_with_surrounding_products_equals_attention(rate):
     sequence, width = 5, 4
@@ -132,7 +157,8 @@ def test_softmax_with_surrounding_products_equals_attention(rate):
 @pytest.mark.parametrize("sees", MASKS)
 @pytest.mark.parametrize(("queries", "cap"), strided([(1, 0.0), (2, 0.0), (2, 0.7)], 3, 1))
 def test_attention_with_grouped_queries_matches_numpy(flash, rate, sees, queries, cap, launcher):
-    """With padding, dropout or a cap, products are used even if there is a fused kernel."""
+    """With dropout, documents or a cap, products are used even if there is a fused kernel. With
+    padding, all keys of the first sample are masked."""
     rules.register(launcher, flash)
     sequence, form, empty = 5, HeadForm(4, queries, cap), Pool().empty
     seen = MASKS[sees](sequence)
@@ -151,7 +177,7 @@ def test_attention_with_grouped_queries_matches_numpy(flash, rate, sees, queries
         seen = seen._replace(starts=seen.starts.view(rules.CudaArray))
     launcher.count.clear()
     out, kept = attend(qkv, sequence, form, rules.empty, mask, seen)
-    fused_whole = flash and not seen.by_sample and not rate and not cap
+    fused_whole = flash and seen.starts is None and not rate and not cap
     assert launcher.count["causal_softmax"] == (not fused_whole)
     np.testing.assert_allclose(plain(out), expected, atol=4e-3)
     again = attend_again(qkv, sequence, form, rules.empty, mask, seen)

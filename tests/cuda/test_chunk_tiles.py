@@ -8,7 +8,7 @@ import pytest
 from hpc3d.arrays.pool import Pool
 from hpc3d.cuda.cudnn_attention import Flash
 from hpc3d.ops import chunk_tiles
-from hpc3d.ops.attention import HeadForm
+from hpc3d.ops.attention import LEAST, HeadForm
 from hpc3d.ops.chunk_tiles import ChunkPair, Chunks
 from hpc3d.ops.chunked_attention import (
     ChunkGrad,
@@ -119,11 +119,22 @@ def test_tiled_attention_matches_float64(
 
 
 @pytest.mark.parametrize(
-    ("queries", "causal", "first"), strided([(3, True, 0), (1, True, 1), (2, False, 0)], 3)
+    ("queries", "causal", "first", "padded"),
+    strided(
+        [
+            (3, True, 0, False),
+            (1, True, 1, False),
+            (2, False, 0, False),
+            (2, False, 0, True),
+            (1, True, 1, True),
+        ],
+        3,
+    ),
 )
-def test_fused_hops_match_float64(queries, causal, first, launcher, monkeypatch):
+def test_fused_hops_match_float64(queries, causal, first, padded, launcher, monkeypatch):
     """On the first rank of the ring, half of the queries see all keys of the other rank; on the
-    second, all queries see half of them."""
+    second, all queries see half of them. With padding, all keys of the first sample are masked,
+    and all keys of the second sample on this rank."""
     monkeypatch.setitem(sys.modules, "cudnn", FakeCudnn(lambda pointer, size: True))
     rules.register(launcher, Flash(rules.empty, stream=1, capability="90"))
     form, heads, random = HeadForm(8, queries), 3, np.random.default_rng(4)
@@ -132,13 +143,22 @@ def test_fused_hops_match_float64(queries, causal, first, launcher, monkeypatch)
     dout = random.normal(size=(len(qkv), heads * queries * form.width)).astype(np.float16)
     places = (0, 3), (1, 2)
     mine, theirs = places[first], places[1 - first]
-    chunks = [Chunks(pairs_of(causal, keys, mine), form) for keys in (mine, theirs)]
+    padding = random.random((2, BATCH, 2 * CHUNK)) < 0.3
+    padding[:, 0] = padding[0, 1] = True
+
+    def chunks(kind):
+        hidden = [each.view(kind) if padded else None for each in padding]
+        pairs = [pairs_of(causal, keys, mine) for keys in (mine, theirs)]
+        return [Chunks(*each) for each in zip(pairs, 2 * [form], 2 * [None], hidden)]
+
     wide = [each.astype(np.float64) for each in (qkv, dout, others)]
-    expected = attention(*wide, form, chunks, Pool().empty)
+    expected = attention(*wide, form, chunks(np.ndarray), Pool().empty)
     launcher.count.clear()
     given = [each.view(rules.CudaArray) for each in (qkv, dout, others)]
-    found = attention(*given, form, chunks, rules.empty)
+    found = attention(*given, form, chunks(rules.CudaArray), rules.empty)
     rules.register(launcher)
-    assert launcher.count == {"merge_hop": 2 * (1 + (BATCH if causal and first == 0 else 1))}
+    assert launcher.count["merge_hop"] == 2 * (1 + (BATCH if causal and first == 0 else 1))
+    assert launcher.count.keys() <= {"merge_hop", "padding_bias"}
     for got, right in zip(found, expected, strict=True):
+        right = np.maximum(right, LEAST)  # a log-sum-exp of -inf
         np.testing.assert_allclose(plain(got), right, rtol=2e-2, atol=1e-2)

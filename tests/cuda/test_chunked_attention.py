@@ -142,15 +142,18 @@ def test_row_dots_kernel(heads, width, real, draw, emulate):
 @pytest.mark.parametrize(("heads", "width"), [(1, 5), (9, 64)])
 @pytest.mark.parametrize("merged", [True, False])
 def test_hop_is_merged_by_its_log_sum_exps_or_added(heads, width, merged, real, draw, emulate):
-    """Tests two samples; the first query has seen no key before."""
+    """Tests two samples; the first query has seen no key before. In the second sample, all keys of
+    the first two queries are masked."""
     samples, queries, here = 2, 5, np.s_[:, :, FIRST : FIRST + 5]
     shape = samples, queries, heads, width
     (out, before), (added, wide) = draw(FLOAT, *shape), draw(real, *shape)
     sums, old = draw(FLOAT, samples, heads, SEQUENCE)
     added_sums, new = draw(FLOAT, samples, heads, queries)
     sums[..., FIRST] = old[..., FIRST] = -np.inf
+    added_sums[1, :, :2], new[1, :, :2] = -32768, -16384
     sizes = {"queries": queries, "heads": heads, "width": width}
     sizes |= {"first": FIRST, "sequence": SEQUENCE, "sums": None, "added_sums": None}
+    sizes["least"] = -16384
     sizes |= {"sums": sums, "added_sums": added_sums} if merged else {}
     emulate("merge_hop", samples * queries, heads * width, out=out, added=added, **sizes)
     total, kept, share = old.astype(np.float64), 1, 1
@@ -159,5 +162,6 @@ def test_hop_is_merged_by_its_log_sum_exps_or_added(heads, width, merged, real, 
         kept, share = (
             np.exp(each - total[here]).swapaxes(1, 2)[..., None] for each in (old[here], new)
         )
+        share[1, :2] = 0
     np.testing.assert_allclose(out, kept * before + share * wide, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(sums, total, rtol=1e-5, atol=1e-6)

@@ -36,6 +36,7 @@ SHAPES = [
     (1, 7, 1, HeadForm(16, 4)),
 ]
 ONE = HeadForm(8)
+MASKED = -(2.0**15)  # bias of masked keys
 
 
 class Memory:
@@ -101,6 +102,13 @@ def given(memory, shape, dtype):
     return qkv, dout
 
 
+def padding_of(batch, keys):
+    """Return padding keys: each third one, and the last ones of the first sample."""
+    padding = np.arange(batch * keys).reshape(batch, keys) % 3 == 1
+    padding[0, -(-keys // 2) :] = True
+    return padding
+
+
 def wide(array):
     return plain(array).astype(np.float32)
 
@@ -112,14 +120,21 @@ def close(array, expected, dtype):
 
 @pytest.mark.parametrize("dtype", cudnn_attention.TYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 2)])
-def test_cudnn_attention_matches_the_unfused_path(attention, memory, shape, dtype, causal, window):
-    _, sequence, _, form = shape
+@pytest.mark.parametrize(
+    ("causal", "window", "padded"),
+    [(True, 0, False), (False, 0, False), (True, 2, False), (False, 0, True)],
+)
+def test_cudnn_attention_matches_the_unfused_path(
+    attention, memory, shape, dtype, causal, window, padded
+):
+    batch, sequence, _, form = shape
     qkv, dout = given(memory, shape, dtype)
-    out, stats = attention.forward(qkv, sequence, form, causal, window)
-    dqkv = attention.backward(dout, qkv, out, stats, sequence, form, causal, window)
+    padding = padding_of(batch, sequence) if padded else None
+    bias = memory.bring(np.where(padding, MASKED, 0), dtype) if padded else None
+    out, stats = attention.forward(qkv, sequence, form, causal, window, bias)
+    dqkv = attention.backward(dout, qkv, out, stats, sequence, form, causal, window, bias=bias)
     sizes = sequence, form, np.empty
-    mask = AttentionMask(causal, window=window)
+    mask = AttentionMask(causal, padding, window)
     expected, probabilities = attend(wide(qkv), *sizes, mask=mask)
     assert out.dtype == dqkv.dtype == dtype and stats.dtype == np.float32
     close(out, expected, dtype)
@@ -137,40 +152,53 @@ def test_stats_are_log_sum_exp_of_the_scores(attention, memory):
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_cudnn_attention_matches_torch(attention, memory, queries):
+@pytest.mark.parametrize("padded", [False, True])
+def test_cudnn_attention_matches_torch(attention, memory, queries, padded):
     batch, sequence, heads, form = 2, 37, 3, HeadForm(32, queries)
     qkv, dout = given(memory, (batch, sequence, heads, form), "bfloat16")
-    out, stats = attention.forward(qkv, sequence, form)
-    dqkv = attention.backward(dout, qkv, out, stats, sequence, form)
+    padding = padding_of(batch, sequence) if padded else np.zeros((batch, sequence))
+    bias = memory.bring(MASKED * padding, "bfloat16") if padded else None
+    out, stats = attention.forward(qkv, sequence, form, not padded, bias=bias)
+    dqkv = attention.backward(dout, qkv, out, stats, sequence, form, not padded, bias=bias)
     leaf = torch.from_numpy(wide(qkv)).requires_grad_()
     if queries == 1:
         q, k, v = leaf.view(batch, sequence, heads, 3, 32).permute(3, 0, 2, 1, 4)
     else:
         parts = leaf.view(batch, sequence, -1, 32).transpose(1, 2)
         q, k, v = parts.split([queries * heads, heads, heads], 1)
-    theirs = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
-    )
+    mask = {"attn_mask": visible(padding)} if padded else {"is_causal": True}
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask)
     theirs = theirs.transpose(1, 2).reshape(out.shape)
     theirs.backward(torch.from_numpy(wide(dout)))
     close(out, theirs.detach().numpy(), "bfloat16")
     close(dqkv, leaf.grad.numpy(), "bfloat16")
 
 
+def visible(padding):
+    """Return the attention mask of torch, which is True for keys that are not masked."""
+    return torch.from_numpy(padding == 0)[:, None, None]
+
+
 @pytest.mark.parametrize("queries", [1, 3])
-def test_hop_of_some_queries_and_keys_matches_torch(attention, memory, queries):
+@pytest.mark.parametrize("padded", [False, True])
+def test_hop_of_some_queries_and_keys_matches_torch(attention, memory, queries, padded):
     """Tests the last 4 of 6 queries and the last 3 of 4 keys."""
     batch, sequence, heads, form = 2, 6, 3, HeadForm(32, queries)
     qkv, dout = given(memory, (batch, sequence, heads, form), "bfloat16")
     k, v = memory.bring(normal(2, batch, heads, 4, 32, seed=5), "bfloat16")[:, :, :, 1:]
     views = heads_of(qkv, sequence, form)[0], queries_of(dout, sequence, form)
     q, d = (view[:, :, :, 2:] for view in views)
-    out, sums = attention.hop(q, k, v, causal=False)
+    padding = padding_of(batch, 3) if padded else np.zeros((batch, 3))
+    mask = {
+        "causal": False,
+        "bias": memory.bring(MASKED * padding, "bfloat16") if padded else None,
+    }
+    out, sums = attention.hop(q, k, v, **mask)
     out = out.transpose(0, 2, 3, 1, 4)
-    dq, (dk, dv) = attention.hop_grad(d, (q, k, v), out, sums, causal=False)
+    dq, (dk, dv) = attention.hop_grad(d, (q, k, v), out, sums, **mask)
     leaves = [torch.from_numpy(wide(each).copy()).requires_grad_() for each in (q, k, v)]
     theirs = torch.nn.functional.scaled_dot_product_attention(
-        leaves[0].flatten(1, 2), *leaves[1:], enable_gqa=True
+        leaves[0].flatten(1, 2), *leaves[1:], visible(padding), enable_gqa=True
     ).unflatten(1, (heads, queries))
     theirs.backward(torch.from_numpy(wide(d).copy()))
     close(out, theirs.detach().numpy(), "bfloat16")
@@ -198,6 +226,14 @@ def test_graphs_are_cached_by_shape_and_dtype(attention, cudnn, memory):
     assert [len(graph.workspaces) for graph in cudnn.graphs] == [2] * len(cudnn.graphs)
     # A steady call asks for its outputs only: two given arrays, out, stats and dqkv.
     assert len(memory.arrays) - before == 5 * len(cases)
+
+
+def test_graphs_with_and_without_a_bias_differ(attention, cudnn, memory):
+    qkv, _ = given(memory, (2, 6, 3, ONE), "float16")
+    bias = memory.bring(np.zeros((2, 6)), "float16")
+    outs = [attention.forward(qkv, 6, ONE, bias=each)[0] for each in (None, bias, None, bias)]
+    assert len(cudnn.graphs) == 2
+    assert all((plain(out) == plain(outs[0])).all() for out in outs)
 
 
 def test_graph_keeps_its_workspace_when_a_larger_one_is_allocated(attention, cudnn, memory):
@@ -268,6 +304,9 @@ def test_error_of_a_hop_states_its_sizes(attention, cudnn, memory):
         attention.hop(q, k, v, causal=False)
     with pytest.raises(RuntimeError, match=f"{sizes} a window of 2 keys: no engine$"):
         attention.hop(q, k, v, causal=True, window=2)
+    bias = memory.bring(np.zeros((1, 3)), "float16")
+    with pytest.raises(RuntimeError, match=f"{sizes} no mask and padding: no engine$"):
+        attention.hop(q, k, v, causal=False, bias=bias)
 
 
 def test_gradient_of_a_single_token_is_not_supported_by_cudnn(attention, memory):

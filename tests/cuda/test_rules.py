@@ -324,13 +324,22 @@ def test_fused_attention_is_used_only_without_dropout(recompute, dropout, launch
     rules.register(launcher)
 
 
+@pytest.mark.parametrize("recompute", strided(["none", "selective"], 2))
+def test_fused_attention_is_used_with_padding(recompute, launcher):
+    rules.register(launcher, rules.Flash())
+    line = f"{ONE} {BERT} steps=2 recompute={recompute}"
+    test_16_bit_training_matches_float32("bfloat16", line, launcher)
+    rules.register(launcher)
+    assert launcher.count["clear_masked"] > 0 == launcher.count["causal_softmax"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
         "c=4 sequence=16 kind=llama kv_heads=4 ffn=24",
         "c=4 sequence=16 context=both ulysses=2 recompute=full",
-        "c=2 x=2 sequence=8 kind=bert",
+        f"c=2 x=2 sequence=8 {BERT}",
         "attention=chunked",
     ],
 )

@@ -100,7 +100,7 @@ class Graph:
     def __init__(self, cudnn, handle):
         assert handle in cudnn.streams
         self.cudnn, self.handle, self.steps, self.workspaces = cudnn, handle, [], []
-        self.tensors, self.compute = [], None
+        self.tensors, self.compute, self.bias = [], None, None
 
     def tensor(self, dim, stride, data_type, uid):
         self.tensors.append(Tensor(dim, stride, data_type, uid))
@@ -113,11 +113,12 @@ class Graph:
         v,
         attn_scale,
         generate_stats,
+        bias=None,
         diagonal_band_right_bound=None,
         diagonal_band_left_bound=None,
     ):
         assert generate_stats is True
-        bounds = diagonal_band_right_bound, diagonal_band_left_bound
+        self.bias, bounds = bias, (diagonal_band_right_bound, diagonal_band_left_bound)
         self.describe((q, k, v), forward, 2, attn_scale, bounds)
         return self.tensors[-2:]
 
@@ -131,11 +132,12 @@ class Graph:
         stats,
         attn_scale,
         use_deterministic_algorithm,
+        bias=None,
         diagonal_band_right_bound=None,
         diagonal_band_left_bound=None,
     ):
         assert use_deterministic_algorithm is False
-        bounds = diagonal_band_right_bound, diagonal_band_left_bound
+        self.bias, bounds = bias, (diagonal_band_right_bound, diagonal_band_left_bound)
         self.describe((q, k, v, o, dO, stats), backward, 3, attn_scale, bounds)
         return self.tensors[-3:]
 
@@ -148,7 +150,7 @@ class Graph:
         outputs = [Tensor(made=True) for _ in range(results)]
         self.tensors += outputs
         self.compute = lambda at: compute(
-            [at[t] for t in inputs], [at[t] for t in outputs], scale, bounds
+            [at[t] for t in inputs], [at[t] for t in outputs], scale, bounds, at.get(self.bias)
         )
 
     def step(self, name):
@@ -165,19 +167,29 @@ class Graph:
         assert len(set(numbers)) == len(numbers)
         if self.cudnn.failure:
             raise self.cudnn.failure
-        if len(self.tensors) == 9 and self.tensors[0].dim[2] == self.tensors[1].dim[2] == 1:
+        if len(self.operands()) == 9 and self.tensors[0].dim[2] == self.tensors[1].dim[2] == 1:
             raise NotSupportedError("s_q = s_kv = 1\n is not supported.")
+
+    def operands(self):
+        """Return all tensors except the bias."""
+        return [tensor for tensor in self.tensors if tensor is not self.bias]
 
     def check_shapes(self):
         """Tensors of queries have the shape [B, heads, T, D]. The number of heads of k and v
-        divides that of q, and their length may differ."""
-        (batch, heads, tokens, width), results = self.tensors[0].dim, self.tensors[-3:]
-        keys, length = self.tensors[1].dim[1:3]
+        divides that of q, and their length may differ. The bias of the scores has the type of q.
+        """
+        tensors = self.operands()
+        (batch, heads, tokens, width), results = tensors[0].dim, tensors[-3:]
+        keys, length = tensors[1].dim[1:3]
         assert heads % keys == 0
-        like_k = [*self.tensors[1:3], *(results[1:] if len(self.tensors) == 9 else [])]
+        like_k = [*tensors[1:3], *(results[1:] if len(tensors) == 9 else [])]
         assert all(tensor.dim == [batch, keys, length, width] for tensor in like_k)
-        like_q = [tensor for tensor in self.tensors if tensor not in like_k]
+        like_q = [tensor for tensor in tensors if tensor not in like_k]
         assert all(tensor.dim[:3] == [batch, heads, tokens] for tensor in like_q)
+        if self.bias:
+            assert self.bias.data_type is tensors[0].data_type
+            pairs = zip(self.bias.dim, (batch, heads, tokens, length), strict=True)
+            assert all(size in (1, most) for size, most in pairs)
 
     def build_operation_graph(self):
         self.step("build_operation_graph")
@@ -220,32 +232,34 @@ def summed(dx, heads):
     return dx.reshape(batch, heads, -1, *rest).sum(2)
 
 
-def scores(q, k, scale, bounds):
+def scores(q, k, scale, bounds, bias=None):
     """Return the scores of queries and the keys in a band along the diagonal.
 
-    The band ends `right` keys after the diagonal (None: with the last key), and begins left - 1
-    keys before it (None: with the first key)."""
+    The bias is added to the scores. The band ends `right` keys after the diagonal (None: with the
+    last key), and begins left - 1 keys before it (None: with the first key)."""
     s, (right, left) = np.einsum("bhid,bhjd->bhij", q, k) * np.float32(scale), bounds
+    s = s if bias is None else s + bias.astype(np.float32)
     back = np.subtract.outer(np.arange(s.shape[-2]), np.arange(s.shape[-1]))
     if right is not None:
         s = np.where(back >= -right, s, -np.inf)
     return s if left is None else np.where(back < left, s, -np.inf)
 
 
-def forward(inputs, outputs, scale, bounds):
+def forward(inputs, outputs, *form):
+    """Compute attention; `form` is the scale, the bounds and the bias of the scores."""
     q, *others = (array.astype(np.float32) for array in inputs)
     k, v = (of_every_query(each, q.shape[1]) for each in others)
     out, stats = outputs
-    s = scores(q, k, scale, bounds)
+    s = scores(q, k, *form)
     stats[...] = np.logaddexp.reduce(s, -1, keepdims=True)
     out[...] = np.einsum("bhij,bhjd->bhid", np.exp(s - stats), v)
 
 
-def backward(inputs, outputs, scale, bounds):
+def backward(inputs, outputs, scale, *form):
     q, *others, out, dout, stats = (array.astype(np.float32) for array in inputs)
     k, v = (of_every_query(each, q.shape[1]) for each in others)
     dq, dk, dv = outputs
-    p = np.exp(scores(q, k, scale, bounds) - stats)
+    p = np.exp(scores(q, k, scale, *form) - stats)
     dp = np.einsum("bhid,bhjd->bhij", dout, v)
     ds = p * (dp - np.sum(dout * out, -1, keepdims=True)) * np.float32(scale)
     dq[...] = np.einsum("bhij,bhjd->bhid", ds, k)

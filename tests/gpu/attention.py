@@ -46,18 +46,23 @@ def cases(device, quick):
                 yield f"cuDNN [{real}, {name}, window]", partial(fused, *place, True, window=5)
             yield f"the program [{real}, {name}]", partial(ours, *place, 0.0)
             yield f"the program [{real}, {name}, dropout]", partial(ours, *place, RATE)
+            yield f"the program [{real}, {name}, padding]", partial(ours, *place, 0.0, padded=True)
             yield f"chunk by chunk [{real}, {name}]", partial(by_chunks, *place, 0.0)
             yield f"chunk by chunk [{real}, {name}, dropout]", partial(by_chunks, *place, RATE)
+            chunks = partial(by_chunks, *place, 0.0, padded=True)
+            yield f"chunk by chunk [{real}, {name}, padding]", chunks
 
 
 class Problem:
-    """qkv, the gradient of the output, and the expected results."""
+    """qkv, the gradient of the output, and the expected results.
 
-    def __init__(self, device, real, shape, rate=0.0, causal=True, window=0):
+    With padding, attention is not causal, and all keys of the last sample are masked."""
+
+    def __init__(self, device, real, shape, rate=0.0, causal=True, window=0, padded=False):
         self.shape, random = shape, np.random.default_rng(17)
         batch, keys, self.sequence, self.form = shape
         self.sizes, heads = (self.sequence, self.form), keys * self.form.queries
-        rows, self.causal, self.window = batch * self.sequence, causal, window
+        rows, self.causal, self.window = batch * self.sequence, causal and not padded, window
 
         def draw(columns):
             return random.standard_normal((rows, columns), np.float32).astype(np.dtype(real))
@@ -67,7 +72,11 @@ class Problem:
         self.wide = qkv.astype(np.float64), dout.astype(np.float64)
         self.rate, self.row = rate, heads * self.sequence**2
         self.key = philox_key((7, "drop_p", 3))
-        mask = AttentionMask(causal, window=window)
+        padding = random.random((batch, self.sequence)) < 0.3 if padded else None
+        if padded:
+            padding[-1] = True
+        self.padding = device.upload(padding) if padded else None
+        mask = AttentionMask(self.causal, padding, window)
         how = *self.sizes, Pool().empty, self.mask(self.key), mask
         self.out, p = attend(self.wide[0], *how)
         self.dqkv = attend_grad(self.wide[1], self.wide[0], p, *how)
@@ -104,18 +113,19 @@ def fused(device, real, shape, causal, notes, window=0):
     gradients(device, notes, dqkv, problem, real)
 
 
-def ours(device, real, shape, rate, notes):
-    problem, pool = Problem(device, real, shape, rate), device.pool()
+def ours(device, real, shape, rate, notes, padded=False):
+    problem, pool = Problem(device, real, shape, rate, padded=padded), device.pool()
     sizes, drop = problem.sizes, problem.mask(pool.bring(problem.key))
-    out, p = attend(problem.qkv, *sizes, pool.empty, drop)
+    mask = AttentionMask(problem.causal, problem.padding)
+    out, p = attend(problem.qkv, *sizes, pool.empty, drop, mask)
     notes.near("out", device.download(out), problem.out, BOUND[real])
-    dqkv = attend_grad(problem.dout, problem.qkv, p, *sizes, pool.empty, drop)
+    dqkv = attend_grad(problem.dout, problem.qkv, p, *sizes, pool.empty, drop, mask)
     gradients(device, notes, dqkv, problem, real)
 
 
-def by_chunks(device, real, shape, rate, notes):
+def by_chunks(device, real, shape, rate, notes, padded=False):
     """Compute the same with two chunks, each pair separately, as in ring attention."""
-    problem, pool = Problem(device, real, shape, rate), device.pool()
+    problem, pool = Problem(device, real, shape, rate, padded=padded), device.pool()
     sequence, form = problem.sizes
     heads = shape[1] * form.queries
     how = sequence, form, pool.empty
@@ -123,7 +133,8 @@ def by_chunks(device, real, shape, rate, notes):
     if drop is not None:
         rows = range(0, shape[0] * heads * sequence, heads * sequence)
         drop = drop._replace(rows=rows, columns=range(sequence), width=sequence)
-    chunks = [Chunks((pair,), form, drop) for pair in two_chunks(sequence)]
+    pairs = two_chunks(sequence, problem.causal)
+    chunks = [Chunks((pair,), form, drop, problem.padding) for pair in pairs]
     merged, kv = begin_merging(problem.qkv, *how), keys_and_values(problem.qkv, *how)
     for each in chunks:
         merge_chunks(problem.qkv, kv, merged, each)
@@ -139,14 +150,14 @@ def by_chunks(device, real, shape, rate, notes):
     gradients(device, notes, dqkv, problem, real)
 
 
-def two_chunks(sequence):
+def two_chunks(sequence, causal):
     """Return the pairs of chunks in which queries see keys."""
     halves = slice(0, sequence // 2), slice(sequence // 2, sequence)
     return tuple(
-        ChunkPair(queries, keys, queries is keys, queries.start, keys.start)
+        ChunkPair(queries, keys, causal and queries is keys, queries.start, keys.start)
         for queries in halves
         for keys in halves
-        if keys.start <= queries.start
+        if keys.start <= queries.start or not causal
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from hpc3d.config.input_file import CONSTANTS
 from hpc3d.cuda import launch_table
-from hpc3d.ops.attention import HeadForm, heads_of
+from hpc3d.ops.attention import LEAST, HeadForm, heads_of
 from hpc3d.ops.cross_entropy import IGNORE
 from hpc3d.ops.rotary import Rotation, rotary_table, rotate
 from hpc3d.ops.swiglu import swiglu
@@ -264,8 +264,9 @@ def merged_hop(bench, notes):
     total = np.logaddexp(sums, new, dtype=np.float64)
     kept, share = (np.exp(each - total).T[..., None] for each in (sums, new))
     expected = kept * out + share * wide
+    new[0, 0], total[0, 0], expected[0, 0] = -32768, sums[0, 0], out[0, 0]  # no visible key
     given = {"queries": size, "heads": heads, "width": width, "first": 0, "sequence": size}
-    given |= {"out": out, "added": added, "sums": sums, "added_sums": new}
+    given |= {"out": out, "added": added, "sums": sums, "added_sums": new, "least": LEAST}
     bench.launch("merge_hop", size, heads * width, **given)
     bench.same(notes, "merge_hop", out, expected)
     bench.same(notes, "merged sums", sums, total)

@@ -19,7 +19,8 @@ CAPTURED = [
     f"--mesh.c 2 {HALF} 512",
     f"--mesh.c 2 --parallel.context all-to-all {HALF} 128",
     f"{HALF} 64 --model.dropout 0.1",
-    f"{HALF} 64 --model.kind bert --model.padding 0",
+    f"{HALF} 64 --data.boundaries true",
+    f"{HALF} 128 --model.kind bert --model.padding 0",
     f"{HALF} 64 --model.kind gemma2 --model.score_cap 50",
     "--model.experts 4 --model.capacity 4",
     '--parallel.offload ["optimizer"]',
@@ -37,6 +38,7 @@ LAUNCHED = {
     "--model.experts 4 --model.capacity 0": "... model.capacity = 0, ... model.capacity = 4 ...",
     f"{HALF} 64": "... model.sequence = 64 ... use a multiple of 128",
     f"{HALF} 64 --parallel.attention chunked": "... use a multiple of 128",
+    f"{HALF} 64 --model.kind bert --model.padding 0": "... use a multiple of 128",
     f"--mesh.c 2 {HALF} 128": "... model.sequence = 128 ... use a multiple of 512 ...",
 }
 

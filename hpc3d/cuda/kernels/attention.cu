@@ -1,6 +1,6 @@
 // Softmax of attention and its gradient, used between two GEMMs if no fused attention is
-// available. With `causal`, a query attends only to keys up to its own position, or only to the
-// last `window` of them (0: no window).
+// available, and kernels for padding in fused attention. With `causal`, a query attends only to
+// keys up to its own position, or only to the last `window` of them (0: no window).
 //
 // All matrices have the layout [B, heads, key, query]. The softmax reduces over a column, so
 // adjacent threads process adjacent queries. Dropout numbers the elements as
@@ -172,4 +172,40 @@ cached_softmax(T* scores, int queries, int first, int columns, int window, float
     sum = block_sum(sum);
     for (int c = threadIdx.x; c < columns; c += blockDim.x)
         put(mine[c], c >= from && c < seen ? expf(score.of(to_float(mine[c])) - most) / sum : 0);
+}
+
+// bias [sample, key] = `masked` for masked keys, else 0: the bias of scores in fused attention. The
+// first key has index `first` among the `sequence` keys in each row of padding [sample, sequence].
+// Each block processes one sample.
+// Launch: block_per_row
+template <typename T>
+__global__ void __launch_bounds__(256)
+padding_bias(T* bias, const bool* padding, int keys, int first, int sequence, float masked)
+{
+    const long long row = blockIdx.x;
+    for (int key = threadIdx.x; key < keys; key += blockDim.x)
+        put(bias[row * keys + key], padding[row * sequence + first + key] ? masked : 0.0f);
+}
+
+// Complete the output of fused attention with padding, [sample, query, head, feature]. If all keys
+// of a query are masked, its log-sum-exp L [sample, head, query] is less than `least`. Its output
+// becomes 0, and L becomes `least`, for which the backward pass computes probabilities of 0. Each
+// block processes one query, and each warp some of its heads.
+// Launch: block_per_row; reads and writes sums
+template <typename T>
+__global__ void __launch_bounds__(256)
+clear_masked(T* out, float* sums, int heads, int width, int sequence, float least)
+{
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const long long row = blockIdx.x, sample = row / sequence, query = row % sequence;
+    for (int head = threadIdx.x / 32; head < heads; head += warps) {
+        float* place = sums + (sample * heads + head) * sequence + query;
+        // Only lane 0 reads and writes; the sum over all lanes broadcasts its value.
+        if (warp_all<Sum>(lane ? 0.0f : *place) >= least)
+            continue;
+        for (int c = lane; c < width; c += 32)
+            put(out[(row * heads + head) * width + c], 0);
+        if (lane == 0)
+            *place = least;
+    }
 }

@@ -233,12 +233,14 @@ row_dots(const T* x, const T* y, float* dots, int heads, int width, int sequence
 // earlier keys (`sums`), l of these keys (`added_sums`), and L' = log(exp L + exp l), which
 // replaces L. If `sums` is null, out += added. The first query has index `first` among the
 // `sequence` queries in each row of sums [sample, head, sequence]; `added_sums` has the layout
-// [sample, head, query]. Each block processes one query, and each warp some of its heads.
+// [sample, head, query]. If all keys of a query are masked, its l is less than `least`; then,
+// nothing is added, and l becomes `least`. Each block processes one query, and each warp some of
+// its heads.
 // Launch: block_per_row; reads and writes out, sums
 template <typename T>
 __global__ void __launch_bounds__(256)
 merge_hop(float* out, const T* added, float* sums, const float* added_sums, int queries, int heads,
-          int width, int first, int sequence)
+          int width, int first, int sequence, float least)
 {
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const long long row = blockIdx.x, sample = row / queries, query = row % queries;
@@ -248,11 +250,12 @@ merge_hop(float* out, const T* added, float* sums, const float* added_sums, int 
             float* place = sums + (sample * heads + head) * sequence + first + query;
             // Only lane 0 reads and writes; the sum over all lanes broadcasts its value.
             const float before = warp_all<Sum>(lane ? 0.0f : *place);
-            const float mine = added_sums[(sample * heads + head) * queries + query];
+            const float found = added_sums[(sample * heads + head) * queries + query];
+            const float mine = Max::of(found, least);
             const float larger = Max::of(before, mine);
             const float total = larger + logf(expf(before - larger) + expf(mine - larger));
             kept = expf(before - total);
-            share = expf(mine - total);
+            share = found < least ? 0 : expf(mine - total);
             if (lane == 0)
                 *place = total;
         }

@@ -278,8 +278,7 @@ def _fuses(config: Config, widest: int) -> bool:
     `widest` is the largest head size supported by fused attention.
     """
     model, train = config.model, config.train
-    masked = model.padding is not None or config.data.boundaries
-    if train.backend == "numpy" or masked:
+    if train.backend == "numpy" or config.data.boundaries:
         return False
     dtype, width = np.dtype(train.dtype), model.head_width
     return takes(dtype, width, model.dropout or None, widest)

@@ -146,7 +146,7 @@ class _AbstractAttention:
         self.have(4 * qkv.shape[0] * heads * (case.width + 1))
         out = self.pool.empty((qkv.shape[0], heads * case.width), qkv.dtype)
         stats = self.pool.empty((case.batch, heads, sequence, 1), np.float32)
-        self.tell(case, sequence**2, (qkv, out, stats))
+        self.tell(case, sequence**2, (qkv, out, stats, *of_shapes(mask)))
         return out, stats
 
     def backward(
@@ -158,20 +158,27 @@ class _AbstractAttention:
         sequence: int,
         form: tuple[int, int],
         *mask: Any,
+        bias: AbstractArray | None = None,
     ) -> AbstractArray:
         dqkv = self.pool.empty(qkv.shape, qkv.dtype)
-        case = Case.of(qkv, sequence, form, *mask)
-        self.tell(case, sequence**2, (dout, qkv, out, stats, dqkv), backward=True)
+        case, moved = Case.of(qkv, sequence, form, *mask), of_shapes([dout, qkv, out, stats, bias])
+        self.tell(case, sequence**2, [*moved, dqkv], backward=True)
         return dqkv
 
     def hop(
-        self, q: AbstractArray, k: AbstractArray, v: AbstractArray, causal: bool, window: int = 0
+        self,
+        q: AbstractArray,
+        k: AbstractArray,
+        v: AbstractArray,
+        causal: bool,
+        window: int = 0,
+        bias: AbstractArray | None = None,
     ) -> tuple[AbstractArray, AbstractArray]:
         empty = partial(self.pool.empty, kind="workspace")
         self.have(4 * q.size // q.shape[-1] * (q.shape[-1] + 1))
         out, sums = empty(result_shape(q), q.dtype), empty(q.shape[:-1], np.float32)
         case = _square(q, k, causal, window)
-        self.tell(case, q.shape[3] * k.shape[2], (q, k, v, out, sums))
+        self.tell(case, q.shape[3] * k.shape[2], of_shapes([q, k, v, bias, out, sums]))
         return out, sums
 
     def hop_grad(
@@ -182,10 +189,11 @@ class _AbstractAttention:
         sums: AbstractArray,
         causal: bool,
         window: int = 0,
+        bias: AbstractArray | None = None,
     ) -> tuple[AbstractArray, AbstractArray]:
         empty, (q, k, _) = partial(self.pool.empty, kind="workspace"), qkv
         dq, dkv = empty(result_shape(q), q.dtype), empty((2, *k.shape), k.dtype)
-        moved = dout, *qkv, out, sums, dq, dkv
+        moved = of_shapes([dout, *qkv, bias, out, sums, dq, dkv])
         case = _square(q, k, causal, window)
         self.tell(case, q.shape[3] * k.shape[2], moved, backward=True)
         return dq, dkv
