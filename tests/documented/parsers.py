@@ -27,6 +27,7 @@ SAMPLES = {
     "M": "h100",
     "NAME": "h100",
     "PART": "kernels",
+    "results/gpu-machine.toml": "h100",
     "$scheme": "1d",
     "tokens.h5": "inputs/corpus",
     "shakespeare.h5": "inputs/corpus",

@@ -93,6 +93,7 @@ SETTINGS = {
     "docs/partition.md": {"results/module-STAMP": "results/module-..."},
     "docs/prediction.md": {"RUN_DIR": "results/RUN", "machine M": "machine h100"},
     "docs/reports.md": {} if find_spec("otf2") else {",otf2": ""},
+    "docs/gpu-verification.md": {"results/gpu-machine.toml": "h100"},
     "docs/hugging-face.md": {"TEXT": "inputs/corpus"},
     "docs/techniques.md": {
         "INPUT.toml": "gpt-1.3b-8gpu",
