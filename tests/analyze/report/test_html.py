@@ -67,6 +67,7 @@ OF_EXPERTS = {
     "exchanges": ("Dispatch and combine", "4 rows"),
 }
 EVALUATION = {"step": 1, "loss": 2.5, "tokens": 96, "accuracy": 0.25, "seconds": 0.5}
+OF_A_TEXT = {"step": 1, "text": 0, "loss": 2.5, "tokens": 96, "accuracy": 0.25}
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +79,10 @@ def folder(tmp_path_factory):
     write_prediction(out / "run" / "trace.h5", {"quantity": ["step_s"], "value": [0.5]} | whole)
     with h5py.File(out / "run" / "trace.h5", "r+") as file:  # the last update is between steps
         file["events/step"][np.flatnonzero(file["events/seq"][:] < 0)[-1]] = -1
-        for name, value in EVALUATION.items():
-            file[f"evaluation/{name}"].resize(1, axis=0)
-            file[f"evaluation/{name}"][0] = value
+        for table, row in (("evaluation", EVALUATION), ("validation", OF_A_TEXT)):
+            for name, value in row.items():
+                file[f"{table}/{name}"].resize(1, axis=0)
+                file[f"{table}/{name}"][0] = value
     with trace.open(out / "run") as opened:
         write(compare([opened], [analyze_run(opened, peak=1e9)]), out, formats=STATIC)
     return out
