@@ -162,7 +162,7 @@ def assert_near(ours, theirs, dtype):
     assert (np.abs(np.asarray(ours, np.float64) - theirs) <= room).all()
 
 
-ROWS, WIDE, SEQUENCE, FORM = 24, 36, 6, HeadForm(4)
+ROWS, WIDE, SEQUENCE, FORM, CAPPED = 24, 36, 6, HeadForm(4), HeadForm(4, cap=0.7)
 DROP = Mask(philox_key("drop"), 0.25, range(ROWS), range(WIDE), WIDE)
 OF_SCORES = Mask(philox_key("p"), 0.25, range(4), range(9 * SEQUENCE**2), 9 * SEQUENCE**2)
 PADDING = AttentionMask(True, np.arange(4 * SEQUENCE).reshape(4, SEQUENCE) % 7 == 5)
@@ -193,16 +193,16 @@ def attention(b, empty, how, form=FORM):
     return out, p, again, grad
 
 
-def chunked(b, empty):
+def chunked(b, empty, form=FORM):
     """Attention with all keys of a sequence in one chunk."""
     qkv, dout, every = b["big"], b["x"], slice(0, SEQUENCE)
-    chunks = Chunks([ChunkPair(every, every, True, 0, 0)], FORM)
-    kv, merged = (op(qkv, SEQUENCE, FORM, empty) for op in (keys_and_values, begin_merging))
+    chunks = Chunks([ChunkPair(every, every, True, 0, 0)], form)
+    kv, merged = (op(qkv, SEQUENCE, form, empty) for op in (keys_and_values, begin_merging))
     merge_chunks(qkv, kv, merged, chunks)
     out = end_merging(merged, qkv.dtype, empty)
     dots, dq = row_dots(dout, out, SEQUENCE, chunks, empty), np.zeros((ROWS, WIDE), np.float32)
     dkv = chunks_grad(qkv, kv, ChunkGrad(dout, merged.sums, dots), dq, chunks, empty)
-    return out, merged.sums, dots, dq, dkv, join_grads(qkv, dq, dkv, FORM, empty)
+    return out, merged.sums, dots, dq, dkv, join_grads(qkv, dq, dkv, form, empty)
 
 
 def coded(b, empty):
@@ -217,10 +217,10 @@ def loss(b):
     return top, sums, b["x"].copy(), softmax_grad(b["x"], (sums[0], INDEX >= 0, at), 0.013)
 
 
-def cached(b, empty):
+def cached(b, empty, form=FORM):
     cache = empty((2, 4, 9, 9, 4), b["x"].dtype)
     cache[:, :, :, :3] = b["big"][:, :36].reshape(1, 4, 9, 6, 4)[:, :, :, :3]
-    return attend_cached(b["big"], SEQUENCE, FORM, Cache(cache, 3), empty), cache
+    return attend_cached(b["big"], SEQUENCE, form, Cache(cache, 3), empty), cache
 
 
 TABLE = rotary_table(Rotation(), SEQUENCE, 4, np.dtype("f4"))
@@ -250,7 +250,9 @@ OPS = {
     "attention": lambda b, empty: attention(b, empty, {}),
     "attention with dropout": lambda b, empty: attention(b, empty, {"drop": OF_SCORES}),
     "attention with padding": lambda b, empty: attention(b, empty, {"mask": PADDING}),
-    "attention with a cap": lambda b, empty: attention(b, empty, {}, HeadForm(4, 1, 0.7)),
+    "attention with a cap": lambda b, empty: attention(b, empty, {}, CAPPED),
+    "chunked with a cap": lambda b, empty: chunked(b, empty, CAPPED),
+    "cached with a cap": lambda b, empty: cached(b, empty, CAPPED),
     "soft_cap": lambda b, empty: [soft_cap(b["x"], 0.7), b["x"]][1:],
     "soft_cap_grad": lambda b, empty: [soft_cap_grad(b["x"], b["y"], 5.0), b["x"]][1:],
     "chunked": chunked,
