@@ -38,7 +38,7 @@ causal_softmax(T* scores, T* weights, const bool* padding, const long long* star
     constexpr int N = WIDTH<T>;
     const int query = (blockIdx.y * 8 + threadIdx.x) * N;
     const Band band = {causal, window};
-    const Score score = {scale, cap};
+    const Score score(scale, cap);
     // The keys before `from` and from `last` on are masked for all N queries.
     const int from = band.first(query), last = causal ? min(query + N, sequence) : sequence;
     const bool* hidden = padding ? padding + blockIdx.x / heads * sequence : nullptr;
@@ -71,7 +71,10 @@ causal_softmax(T* scores, T* weights, const bool* padding, const long long* star
 #pragma unroll
     for (int i = 0; i < N; i++)
         sum[i] = sum[i] ? sum[i] * expf(top[i] - most[i]) : 0;
-    const Pack<N> total = column_all<Sum>(sum);
+    Pack<N> inverse = column_all<Sum>(sum);  // divisions in the loop below would spill registers
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        inverse[i] = 1 / inverse[i];
     Draws draws(dropout_key);
     for (int key = threadIdx.y; key < keys; key += 32) {
         const long long place = start + static_cast<long long>(key) * sequence;
@@ -82,7 +85,7 @@ causal_softmax(T* scores, T* weights, const bool* padding, const long long* star
 #pragma unroll
         for (int i = 0; i < N; i++)
             p[i] = some && key >= begin[i] && band.sees(query + i, key)
-                       ? expf(score.of(p[i]) - most[i]) / total[i] : 0;
+                       ? expf(score.of(p[i]) - most[i]) * inverse[i] : 0;
         pack.store(scores + place, p);
         if (!dropout_key)
             continue;
@@ -109,7 +112,7 @@ causal_softmax_grad(const T* p, T* dweights, const T* scores, const Word* dropou
     constexpr int N = WIDTH<T>;
     const int query = (blockIdx.y * 8 + threadIdx.x) * N;
     const Band band = {causal, window};
-    const Score score = {scale, cap};
+    const Score score(scale, cap);
     const int last = causal ? min(query + N, sequence) : sequence;
     const int keys = query < sequence ? sequence : 0;
     const long long start = static_cast<long long>(blockIdx.x) * sequence * sequence + query;
@@ -158,7 +161,7 @@ template <typename T>
 __global__ void __launch_bounds__(256)
 cached_softmax(T* scores, int queries, int first, int columns, int window, float scale, float cap)
 {
-    const Score score = {scale, cap};
+    const Score score(scale, cap);
     const long long row = blockIdx.x;
     const int query = first + static_cast<int>(row % queries), seen = query + 1;
     const int from = Band{1, window}.first(query);

@@ -19,17 +19,15 @@ struct Band {
     __device__ int first(int query) const { return window ? max(0, query - window + 1) : 0; }
 };
 
-// Score of a product q k^T: `scale` times the product or, with a soft cap, cap tanh(scale x / cap).
+// Score of a product x = q k^T: `scale` x or, with a soft cap, cap tanh(scale x / cap).
 struct Score {
-    float scale, cap;
+    float scale, cap, rate;
 
-    __device__ float of(float x) const
-    {
-        return cap ? cap * tanhf(scale * x / cap) : scale * x;
-    }
+    __device__ Score(float scale, float cap) : scale(scale), cap(cap), rate(cap ? scale / cap : 0) {}
+    __device__ float of(float x) const { return cap ? cap * tanhf(rate * x) : scale * x; }
     __device__ float slope(float x) const  // derivative of the score
     {
-        const float t = cap ? tanhf(scale * x / cap) : 0;
+        const float t = cap ? tanhf(rate * x) : 0;
         return scale * (1 - t * t);
     }
 };

@@ -70,7 +70,7 @@ chunk_softmax(T* scores, float* sums, float* kept, const bool* padding, const lo
               float factor)
 {
     constexpr int N = WIDTH<T>;
-    const Score score = {scale, cap};
+    const Score score(scale, cap);
     const Column<T> column(padding, starts, key_position, keys, queries, group, ahead, window, first,
                            sequence);
     const Part<N> pack = {queries - column.query, queries % N == 0 && aligned(scores)};
@@ -146,7 +146,7 @@ chunk_softmax_grad(T* scores, T* dweights, const float* sums, const float* dots,
                    long long first_column, long long width, unsigned limit, float factor)
 {
     constexpr int N = WIDTH<T>;
-    const Score score = {scale, cap};
+    const Score score(scale, cap);
     const Column<T> column(padding, starts, key_position, keys, queries, group, ahead, window, first,
                            sequence);
     const bool wide = queries % N == 0 && aligned(scores, dweights);
