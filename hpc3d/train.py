@@ -290,8 +290,8 @@ def _with_separator(data: DataConfig, tokens: Tokens, vocabulary: int) -> DataCo
         for path, text in zip(data.paths(), tokens.parts(), strict=True):
             if text.documents == 0:
                 raise ValueError(
-                    f"{key}: {path} contains no end-of-document token; prepare a file with "
-                    "documents, or leave the key out"
+                    f"{key}: {path} contains no end-of-document token; use a file with "
+                    "end-of-document tokens, or remove the key"
                 )
     return data
 

@@ -46,7 +46,7 @@ Gemma 3 has the names of Gemma 2, and those of Qwen3 for q_norm and k_norm.
     layers.N.experts.up        layers.N.block_sparse_moe.experts.E.w1 (gate), w3 (up)
     layers.N.experts.down      layers.N.block_sparse_moe.experts.E.w2
 
-    hpc3d                      Qwen3MoeForCausalLM, model.*; otherwise and without experts as Qwen3
+    hpc3d                      Qwen3MoeForCausalLM, model.*; other arrays and dense layers as Qwen3
     layers.N.router            layers.N.mlp.gate
     layers.N.experts.up        layers.N.mlp.experts.E.gate_proj, up_proj
     layers.N.experts.down      layers.N.mlp.experts.E.down_proj
@@ -116,7 +116,7 @@ class PublishedFamily(NamedTuple):
     layers        dict from each hpc3d layer to the names of its arrays; {} is the expert index
     transposed    True if layer weights have the shape [out, in]
     measured      dict from key of [model] to the (array name, dimension) that sets its value;
-                  * is the number of any layer that has this array
+                  * stands for the index of any layer that has this array
     fused         dict from a layer whose array joins the rows of several layers to their names
     by_head       True if an array contains q, k and v of each head side by side, as qkv does
     copies        dict from duplicate array to its original, if head and embedding are untied
@@ -166,7 +166,7 @@ class PublishedFamily(NamedTuple):
         }
 
     def join(self, arrays: dict[str, np.ndarray]) -> None:
-        """Replace the arrays whose rows a fused array joins by the fused array."""
+        """Replace arrays that `transformers` fuses with one array that contains their rows."""
         for fused, parts in self.fused_arrays([*arrays]).items():
             arrays[fused] = np.concatenate([arrays.pop(part) for part in parts])
 

@@ -269,8 +269,8 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     """Return the configuration for training a pretrained model, with command-line options applied.
 
     The options may set undecided keys, keys that only affect training, and a shorter sequence.
-    Other model keys cannot be changed. The default learning rate is lower than for training from
-    scratch, which would damage pretrained weights.
+    Other model keys cannot be changed. The default learning rate is lower than that for training
+    from scratch, which would damage pretrained weights.
     """
     train = {"dtype": pretrained.dtype, "learning_rate": _LEARNING_RATE}
     tree = {"model": {**pretrained.model}, "train": train}

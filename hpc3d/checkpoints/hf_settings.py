@@ -43,7 +43,7 @@ _SCALING = {  # maps keys of model.rope_scaling to those of config.json
 }
 _DYNAMIC = "dynamic"  # type of RoPE scaling without a length of its own in config.json
 _YARN, _LONGROPE = "yarn", "longrope"
-_MSCALES = "mscale", "mscale_all_dim"  # YaRN parameters: the default of attention_factor
+_MSCALES = "mscale", "mscale_all_dim"  # YaRN: these set the default of attention_factor
 _OF_MIXTRAL = {  # maps [model] keys to (value required by Mixtral, description)
     "shared_experts": (0, "no shared experts"),
     "moe_every": (1, "experts in every block"),
@@ -107,7 +107,7 @@ class Settings(NamedTuple):
     told      function that returns further keys of [model], given config.json and the
               keys known so far (import)
     windows   keys of [model] for sliding windows that config.json supports
-    usual     dict from a key of config.json to its default in transformers, if null disables it
+    usual     dict from each key of config.json that null disables to its default in transformers
     """
 
     sizes: Mapping[str, str]
@@ -446,7 +446,7 @@ def _alternating_told(
     every = told.get("sliding_window_pattern", told.get("_sliding_window_pattern", every))
     if type(every) is not int or every < 1:
         raise ValueError(
-            f"{CONFIG}: sliding_window_pattern = {as_written(every)}: must be positive"
+            f"{CONFIG}: sliding_window_pattern = {as_written(every)}: must be a positive integer"
         )
     layers, scalar = model["layers"], told["query_pre_attn_scalar"]
     return {
@@ -493,13 +493,13 @@ def _phi3_written(model: ModelConfig) -> dict[str, Any]:
     if scaling and scaling["rope_type"] != _LONGROPE:
         raise ValueError(
             f"model.rope_scaling has the type {scaling['rope_type']}: Phi3ForCausalLM in "
-            f"transformers has only {_LONGROPE}; train with this type, or without rope_scaling"
+            f"transformers supports only {_LONGROPE}; train with it, or without rope_scaling"
         )
     return written | {key: value for key, value in scaling.items() if key == _ORIGINAL}
 
 
 def _phi3_told(settings: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert config.json. Older files name the type "su" or "yarn", as `transformers` accepts."""
+    """Convert config.json. In older files, the types "su" and "yarn" also mean "longrope"."""
     told = {_ORIGINAL: 4096, "rms_norm_eps": 1e-5, **settings}  # the defaults of transformers
     name = "rope_parameters" if "rope_parameters" in told else "rope_scaling"
     table = told.get(name)

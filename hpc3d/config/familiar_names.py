@@ -92,10 +92,12 @@ _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> ad
         "use the command hpc3d evaluate RUN_DIR --data FILE; train.eval_every evaluates the model "
         "during training"
     ),
-    "bias": "use model.attention_bias and model.mlp_bias, or a model.kind with biases, as gpt2",
+    "bias": (
+        "use model.attention_bias and model.mlp_bias, or a model.kind with biases, such as gpt2"
+    ),
     "always_save_checkpoint": (
-        "use checkpoint.every, with the value of train.eval_every; instead of False, use "
-        "checkpoint.keep_best"
+        "instead of True, set checkpoint.every to the value of train.eval_every; instead of "
+        "False, set checkpoint.keep_best = true"
     ),
     "log_interval log_freq logging_steps": (
         "remove it: every step is logged, and sent to the trackers in run.trackers"

@@ -292,10 +292,10 @@ class ModelConfig:
     )
     """Attention scores are divided by the square root of this number. Default: head_dim."""
     score_cap: Annotated[float, AtLeast(0), LessThan(inf), _of_kinds("score_cap")] = 0.0
-    """Soft cap of attention scores: a score s is replaced with cap x tanh(s / cap), 50 in Gemma 2.
+    """Soft cap of attention scores: a score s is replaced with cap tanh(s / cap). Gemma 2 uses 50.
     0 disables the cap."""
     logit_cap: Annotated[float, AtLeast(0), LessThan(inf), _of_kinds("logit_cap")] = 0.0
-    """Soft cap of the logits: a logit x is replaced with cap x tanh(x / cap), 30 in Gemma 2. 0
+    """Soft cap of the logits: a logit x is replaced with cap tanh(x / cap). Gemma 2 uses 30. 0
     disables the cap."""
     gelu: Annotated[Literal["tanh", "exact"], _of_kinds("gelu")] = "tanh"
     """GELU with the tanh approximation, or the exact GELU with the error function. On CPUs, exact
@@ -354,8 +354,8 @@ class DataConfig:
     """Training text: a text file, a folder of *.txt files, or a token file written by `hpc3d
     prepare`. A list of them is a mixture, whose parts must have the same tokenizer."""
     weights: tuple[float, ...] | None = None
-    """Weights of a mixture, one positive number per entry of path: with [2, 1], of each 3
-    sequences, 2 are from the first entry; with [0.7, 0.3], of each 10, 7 are. Default: all 1."""
+    """Weights of a mixture, one positive number per entry of path. [2, 1] takes 2 of every 3
+    sequences from the first entry, and [0.7, 0.3] takes 7 of every 10. Default: all 1."""
     tokenizer: Literal["byte", "bpe"] | None = None
     """byte has one token per byte value, 256 in total. bpe requires a token file that was created
     with a BPE tokenizer. Default: the tokenizer of the token file, or byte for text files."""

@@ -63,7 +63,7 @@ def _wrong_weights(data: DataConfig) -> Iterator[str]:
         elif not all(0 < weight < inf for weight in data.weights):
             yield f"{key}: each weight must be a positive number"
         elif max(data.ratio()) > _MOST_WEIGHT:
-            limit = f"as integers with the same ratio, the weights exceed {_MOST_WEIGHT}"
+            limit = f"integer weights with the same ratio exceed {_MOST_WEIGHT}"
             yield f"{key}: {limit}; use numbers with fewer digits"
 
 
@@ -123,7 +123,7 @@ def _wrong_scaling(model: ModelConfig) -> Iterator[str]:
 
 
 def _wrong_limits(key: str, rotation: Rotation, width: int) -> Iterator[str]:
-    """Report frequency limits in the wrong order, and values with which a type is undefined.
+    """Report frequency limits in the wrong order, and values for which a type is undefined.
 
     `width` is the number of features of a head.
     """

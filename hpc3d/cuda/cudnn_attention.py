@@ -3,7 +3,7 @@
 The algorithm is FlashAttention-2 (Dao 2023, arXiv:2307.08691). The package nvidia-cudnn-frontend
 (module `cudnn`, 1.16 or newer) builds a graph with a single operation, which is executed on device
 pointers. Nothing is copied: q, k and v are strided views of qkv, and their gradients are strided
-views of dqkv. Padding is a bias of the scores.
+views of dqkv. Padding is masked by a bias on the scores.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def open_texts(
 
 
 def by_key(key: str, items: Sequence[_Item]) -> dict[str, _Item]:
-    """Return a dict of the texts of a key, whose keys are KEY[0], KEY[1] etc. if it is a list."""
+    """Return a dict from a name to each item: KEY for one item, otherwise KEY[0], KEY[1], etc."""
     if len(items) == 1:
         return {key: items[0]}
     return {f"{key}[{number}]": each for number, each in enumerate(items)}

@@ -101,9 +101,10 @@ def separate_texts(paths: Sequence[str | Path], tokens: Tokens) -> list[Separate
 
 
 def text_names(paths: Sequence[str]) -> list[str]:
-    """Return a short name for each path: its last components, as few as make all names distinct.
+    """Return a short name for each path: its last components.
 
-    Equal paths have equal names.
+    All names have the smallest number of components that makes them distinct. Equal paths have
+    equal names.
     """
     parts = [Path(path).parts for path in paths]
     for count in range(1, max(map(len, parts), default=0) + 1):

@@ -154,7 +154,7 @@ class CoreAttention(HeadBlock):
         if self.recomputed:
             p = self.recompute(qkv, micro)
         empty, masks = self.mesh.empty, self._masks(micro)
-        products = 5 if self.form.cap else 4  # a soft cap needs the scores again
+        products = 5 if self.form.cap else 4  # a soft cap recomputes the scores
         flops = products * self.flops(qkv, self.seen) // 2
         with self.mesh.trace.span("attention", "attention", flops):
             dqkv = attend_grad(dout, qkv, p, self.tokens, self.form, empty, **masks)

@@ -112,9 +112,9 @@ def _yarn_attention(rotation):
 
 
 def _longrope(rotation, plain):
-    """Divide each frequency by a number of its own (LongRoPE, arXiv:2402.13753).
+    """Divide each frequency by a separate number (LongRoPE, arXiv:2402.13753).
 
-    The divisors are `long` for sequences longer than the original ones, otherwise `short`.
+    The divisors are `long` if `sequence` exceeds `original`, otherwise `short`.
     """
     stretched = rotation.sequence > rotation.original
     return plain / np.array(rotation.long if stretched else rotation.short)
@@ -130,7 +130,8 @@ class Scaling(NamedTuple):
     """Type of RoPE scaling: (rotation, unscaled frequencies) -> frequencies, and its parameters.
 
     `keys` are the required parameters, fields of `Rotation`, and `others` the optional ones.
-    `attention` returns the default factor of q and k, unless the type has no such factor.
+    `attention` returns the default factor by which q and k are multiplied. It is `None` if the
+    type has no such factor.
     """
 
     frequencies: Callable[[Rotation, np.ndarray], np.ndarray]

@@ -102,10 +102,10 @@ def dualpipe_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     the repository of DualPipe.  In the warm-up, stage i runs 2(p-1-i) F passes, i+1 pairs (F f),
     and p-1-i triples (b w f).  The steady phase repeats F b f B with full backward passes.  The
     drain runs p-1-i triples (b f B) and i+1 pairs (b B), and splits the last p backward passes to
-    fill the bubble with their W.  At most 2p+1 chunks are in flight.  hpc3d runs both passes of a
-    pair one after another.  If T_F = T_B = T_W = 1 per chunk, the bubble is p-1.  With fewer than
-    2p microbatches, the schedule is that for 2p microbatches without the passes of the missing
-    microbatches.
+    fill the bubble with their W.  At most 2p+1 chunks are in flight.  hpc3d runs the two passes of
+    a pair one after the other.  If T_F = T_B = T_W = 1 per chunk, the bubble is p-1.  With fewer
+    than 2p microbatches, the schedule omits the passes of the missing microbatches from the
+    schedule for 2p microbatches.
     """
     below, filled = stages - 1 - stage, max(micros, 2 * stages)
     pattern = "FF" * below + "Ff" * (stage + 1) + "iWf" * below
@@ -130,8 +130,8 @@ def _repeated(offsets: Iterable[int], micros: int) -> Iterator[Instruction]:
 def _some(micros: int, pattern: Iterable[str]) -> Iterator[Instruction]:
     """Convert letters to the passes of the first `micros` microbatches.
 
-    F and B are as in `from_pattern`.  I is a B with a W, and W stands for the oldest remaining W
-    of both chunks, or for nothing if none remains.
+    F and B are as in `from_pattern`.  I is a B whose W runs later. W stands for the oldest
+    remaining W of both chunks, or for nothing if none remains.
     """
     count: Counter[tuple[str, bool]] = Counter()
     left: deque[Instruction] = deque()

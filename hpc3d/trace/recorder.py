@@ -251,8 +251,8 @@ class Recorder:
     ) -> None:
         """End an evaluation after `step`: record its results on rank 0.
 
-        `texts` contains the loss, tokens and accuracy of each of several texts. A segment is
-        written if one is due.
+        If there are several texts, `texts` contains the loss, tokens and accuracy of each text. A
+        segment is written if one is due.
         """
         if self.rank == 0:
             self.evaluations.append((step, loss, tokens, accuracy, seconds))

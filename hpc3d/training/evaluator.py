@@ -83,10 +83,10 @@ class Best(NamedTuple):
 class Evaluator:
     """Evaluates a trainer's model every `train.eval_every` steps and after the last step.
 
-    Only rank 0 passes `batches`, which contains the batches of each of the `texts` validation
-    texts, such as ValidationBatches, with their number in `count`. The constructor and the methods
-    are collective: all ranks must call them. `best` is the best evaluation so far. To evaluate
-    another model, override `stages` and `count_tokens`.
+    `texts` is the number of validation texts. Only rank 0 passes `batches`, which has one item per
+    text, such as ValidationBatches; the attribute `count` of an item is its number of batches. The
+    constructor and the methods are collective: all ranks must call them. `best` is the best
+    evaluation so far. To evaluate another model, override `stages` and `count_tokens`.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ of a microbatch have n = b s h elements.
     activations     k n e L / (p t r) bytes for one microbatch, with e for parallel.keep_dtype and
                     k = 16 + a s / h, 16 + a / h (chunked), or less with recomputation, down to 1
                     (full); a mixture of experts also has its capacity slots
-    logits          b s V e / (p t r) bytes, on the last stage; with model.logit_cap, the head
-                    saves as many bytes in training
+    logits          b s V e / (p t r) bytes, on the last stage; with model.logit_cap, twice as many
+                    in training, because the head saves a copy
     batch           8 b s bytes for inputs and targets of the full batch in int32, on every rank
 
 All values are means over the ranks. With any partition, at least one rank needs this much or more.

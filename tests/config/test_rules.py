@@ -204,7 +204,7 @@ def test_longrope_is_accepted_with_a_divisor_per_pair():
         ),
         (
             ["--data.path", '["a", "b"]', "--data.weights", "[0.3334, 0.6667]"],
-            "data.weights = [0.3334, 0.6667]: as integers with the same ratio, the weights exceed",
+            "data.weights = [0.3334, 0.6667]: integer weights with the same ratio exceed",
         ),
         (
             ["--data.path", '["a", "b"]', "--data.weights", '["2", "1"]'],

@@ -141,11 +141,11 @@ CASES = {  # row of the table -> type of transformers and settings
         "phi3",
         {"partial_rotary_factor": 0.5, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
-    "Phi-3, LongRoPE, texts that are longer than `original`": (
+    "Phi-3, LongRoPE, texts longer than `original`": (
         "phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 2},
     ),
-    "Phi-3, LongRoPE, texts that are not longer": (
+    "Phi-3, LongRoPE, texts of at most `original` tokens": (
         "phi3",
         {"rope_parameters": LONGROPE | {"factor": 4.0}, "sliding_window": 3}
         | {"original_max_position_embeddings": LENGTH},

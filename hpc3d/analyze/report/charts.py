@@ -108,7 +108,7 @@ class LoadMaps(NamedTuple):
 def loss(runs: Sequence[RunAnalysis]) -> Lines:
     """Return the plot of the training and validation loss curves of all runs.
 
-    Each of several validation texts has a curve of its own.
+    If there are several validation texts, each text has a separate curve.
     The lower panel shows the difference of each training loss from the first run's training loss.
     """
     lines = {run.label: _losses(run.tables["loss"]) for run in runs}

@@ -235,7 +235,7 @@ Highest peak of each kind of memory over all steps, including the first one, and
 it occurred. The kind "all" is the total memory of a rank; its peak decides whether a run fits. The
 peaks of different kinds may occur at different times, so their sum is an upper bound. The kind
 "communication" consists of gathered blocks, messages and results of matrix products, which a
-collective may reduce. A single rank also counts these results as "communication".""",
+collective may reduce. Runs on a single rank also count these results as "communication".""",
     "memory_ranks": """\
 Peak of each kind of memory on each rank. The last row is the sum over the ranks.""",
     "copies": """\

@@ -262,10 +262,10 @@ class LayerSample:
 
     If only every n-th block has a mixture of experts, `layers` contains n layers. `kinds` has one
     entry if all blocks are dense or all have a mixture of experts, otherwise one for the dense
-    blocks and one for the others. An entry maps a block with each attention window to the number
-    of such blocks in the model. Each section of the model has its own parameters, as on different
-    pipeline stages. `ends` is ((FIRST,), (LAST,)) if the embedding and the head are on different
-    stages, and ((FIRST, LAST),) if they are on the same stage.
+    blocks and one for the others. An entry maps one block of each attention window to the
+    number of such blocks in the model. Each section of the model has its own parameters, as on
+    different pipeline stages. `ends` is ((FIRST,), (LAST,)) if the embedding and the head are on
+    different stages, and ((FIRST, LAST),) if they are on the same stage.
     """
 
     def __init__(
