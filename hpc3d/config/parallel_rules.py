@@ -30,20 +30,24 @@ def wrong_context(config: Config) -> Iterator[str]:
 
 
 def unexchanged_heads(config: Config, members: int) -> Iterator[str]:
-    """Report an error if the Ulysses all-to-all cannot split a rank's KV heads evenly.
+    """Report an error if the Ulysses all-to-all cannot split a rank's heads evenly.
 
-    Tensor parallelism has already sharded the heads over `members` ranks.
+    Tensor parallelism has already sharded the heads over `members` ranks. If a rank has fewer KV
+    heads than the all-to-all has ranks, several ranks share a KV head and divide its query heads.
     """
     model, u = config.model, config.context().heads
     heads = model.kv_heads or model.heads
-    here = max(1, heads // members)
-    if here % u:
-        key = "model.kv_heads" if model.kv_heads else "model.heads"
-        yield (
-            f"{key} = {heads}: the key-value heads per rank ({here}) must be divisible by the {u} "
-            f"ranks of an all-to-all; use a multiple of {members * u}, or "
-            'parallel.context = "ring"'
-        )
+    for key, count in {"heads": model.heads, "kv_heads": heads}.items():
+        here = max(1, count // members)
+        shared = key == "kv_heads" and u % here == 0
+        if here % u and not shared:
+            also = f", or a divisor of {u} heads per rank" if key == "kv_heads" else ""
+            yield (
+                f"model.{key} = {count}: the heads per rank ({here}) must be divisible by the {u} "
+                f"ranks of an all-to-all; use a multiple of {members * u}{also}, or "
+                'parallel.context = "ring"'
+            )
+            return
 
 
 def wrong_experts(config: Config) -> Iterator[str]:

@@ -257,67 +257,84 @@ class HeadExchange:
     back. In between, each of u ranks has 1/u of the heads and u times as many tokens. The u ranks
     are adjacent on the context axis. If q and k have Q and K elements on a rank, the rank receives
     (1 - 1/u) (2 Q + 2 K) elements in the forward pass and as many in the backward pass.
+
+    If there are fewer KV heads than ranks, u/k ranks share each of the k KV heads, and divide its
+    query heads. A rank then receives its KV head once, as if there were u KV heads. The owner of a
+    token sums the gradients of the u/k ranks.
     """
 
     def __init__(self, mesh: Mesh, context: Context, core: CoreAttention | RingAttention) -> None:
         self.mesh, self.comm, self.core = mesh, mesh.comm(CONTEXT), core
         self.members, self.tokens = context.heads, context.tokens
         self.first = self.comm.rank // self.members * self.members
+        self.form = core.form  # before the exchange
+        kv_heads = len(core.heads()) * self.members // self.form.queries
+        shared = max(1, self.members // kv_heads)
+        core.form = self.form._replace(queries=self.form.queries // shared)
 
     def forward(self, qkv: Array, micro: Microbatch) -> tuple[Array, Any]:
         """Return the attention output [B*t, heads*D] and the data saved for `backward`."""
-        out, saved = self.core.forward(
-            self.to_heads(qkv, self.core.form.stretches(qkv.shape[1])), micro
-        )
+        whole = self.to_heads(qkv, self.form.stretches(qkv.shape[1]))
+        out, saved = self.core.forward(whole, micro)
         return self.to_tokens(out, [slice(0, out.shape[1] * self.members)]), saved
 
     def backward(self, dout: Array, saved: Any, micro: Microbatch) -> Array:
         """Compute the gradient of [q|k|v] from the gradient of the attention output."""
         whole = self.to_heads(dout, [slice(0, dout.shape[1])])
         dqkv = self.core.backward(whole, saved, micro)
-        return self.to_tokens(dqkv, self.core.form.stretches(dqkv.shape[1] * self.members))
+        columns = dout.shape[1] // self.form.queries // self.form.width * self.form.columns
+        return self.to_tokens(dqkv, self.form.stretches(columns))
 
     def to_heads(self, x: Array, stretches: Sequence[slice]) -> Array:
         """Redistribute x from [B*t, heads] to [B*u*t, heads/u] with an all-to-all.
 
         `stretches` are the column ranges of x. The heads of each range are divided evenly among
-        the u ranks.
+        the u ranks, or repeated if there are fewer.
         """
-        rows, columns = x.shape
-        u, width = self.members, columns // self.members
+        u, rows = self.members, x.shape[0]
+        width = sum(self._share(stretch)[1] for stretch in stretches)
         parts = self.mesh.empty((u * rows, width), x.dtype)
         with self.mesh.trace.span("exchange of heads"):
-            for mine, theirs in self._columns(x, parts.reshape(u, rows, width), stretches):
+            for mine, theirs in self._columns(x, parts, stretches):
                 theirs[...] = mine
         parts = self._exchange(parts).reshape(u, -1, self.tokens, width)
         return self._in_one_piece(parts.swapaxes(0, 1), (u * rows, width))
 
     def to_tokens(self, x: Array, stretches: Sequence[slice]) -> Array:
-        """Redistribute x from [B*u*t, heads/u] to [B*t, heads], the inverse of `to_heads`."""
+        """Redistribute x from [B*u*t, heads/u] to [B*t, heads], and sum repeated heads."""
         rows, width = x.shape
         u = self.members
         parts = x.reshape(-1, u, self.tokens, width).swapaxes(0, 1)
         parts = self._exchange(self._in_one_piece(parts, x.shape))
-        out = self.mesh.empty((rows // u, u * width), x.dtype)
+        out = self.mesh.empty((rows // u, stretches[-1].stop), x.dtype)
         with self.mesh.trace.span("exchange of heads"):
-            for mine, theirs in self._columns(out, parts.reshape(u, -1, width), stretches):
-                mine[...] = theirs
+            for mine, theirs in self._columns(out, parts, stretches):
+                mine[...] = theirs[:, :1]
+                for number in range(1, theirs.shape[1]):
+                    mine += theirs[:, number : number + 1]
         return out
+
+    def _share(self, stretch: slice) -> tuple[int, int]:
+        """Return the number of different shares of a column range, and the columns of a share."""
+        columns = stretch.stop - stretch.start
+        count = min(self.members, columns // self.form.width)
+        return count, columns // count
 
     def _columns(
         self, whole: Array, parts: Array, stretches: Sequence[slice]
     ) -> Iterator[tuple[Array, Array]]:
         """Yield views of `whole` and `parts` with the same heads: one pair per column range.
 
-        `whole` has the shape [rows, heads], with the heads of all u ranks, and `parts` has the
-        shape [u, rows, heads/u], with one matrix per rank. For a range of n columns of `whole`,
-        both views have the shape [u, rows, n/u].
+        `whole` has the shape [rows, heads], with the heads of all u ranks, and `parts` has one
+        matrix of as many rows per rank. For a range of n shares with w columns, the views have the
+        shapes [n, 1, rows, w] and [n, u/n, rows, w].
         """
-        u, start = self.members, 0
+        start = 0
         for stretch in stretches:
-            width = (stretch.stop - stretch.start) // u
-            mine = whole[:, stretch].reshape(-1, u, width).swapaxes(0, 1)
-            yield mine, parts[:, :, start : start + width]
+            count, width = self._share(stretch)
+            mine = whole[:, stretch].reshape(-1, count, 1, width).swapaxes(0, 1).swapaxes(1, 2)
+            theirs = parts.reshape(count, self.members // count, -1, parts.shape[1])
+            yield mine, theirs[..., start : start + width]
             start += width
 
     def _in_one_piece(self, view: Array, shape: Sequence[int]) -> Array:

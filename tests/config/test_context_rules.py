@@ -28,8 +28,9 @@ WRONG = {
     "--mesh.c 4 --mesh.y 2 --model.heads 12 --parallel.context all-to-all": (
         "model.heads = 12: ... (6) ... 4 ... multiple of 8"
     ),
-    "--mesh.c 2 --model.kind llama --model.kv_heads 1 --parallel.context all-to-all": (
-        "model.kv_heads = 1: ... (1) ... 2 ... multiple of 2"
+    "--mesh.c 4 --model.kind llama --model.heads 12 --model.hidden 96 --model.kv_heads 3"
+    " --parallel.context all-to-all": (
+        "model.kv_heads = 3: ... (3) ... 4 ... multiple of 4, or a divisor of 4 ..."
     ),
 }
 

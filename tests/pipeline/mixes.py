@@ -98,7 +98,7 @@ d=2 schedule=none microbatches=2 zero=1 attention=chunked kind=llama kv_heads=4 
 c=2 schedule=none microbatches=2 sequence=4 recompute=selective
 p=2 c=2 x=2 z=2 schedule=1f1b microbatches=3 sequence=8 kind=llama kv_heads=4 ffn=48 tied=false
 p=2 d=2 c=2 schedule=v-half chunks=2 microbatches=4 zero=1 sequence=4 bucket_mb=0.01
-d=2 c=2 y=2 schedule=none microbatches=2 zero=3 sequence=4 context=all-to-all kind=llama ffn=48
+d=2 c=2 y=2 schedule=none microbatches=2 zero=3 sequence=4 context=all-to-all kind=llama kv_heads=2
 d=2 c=2 schedule=zb-v chunks=2 microbatches=2 zero=2 sequence=4 recompute=full prefetch=true
 c=3 x=2 schedule=none batch=12 microbatches=2 sequence=6 scheme=1d-sequence dropout=0.25
 c=4 x=2 schedule=none microbatches=2 zero=3 sequence=8 context=both ulysses=2 dropout=0.5 hidden=36
@@ -121,7 +121,7 @@ d=2 x=2 z=2 schedule=none microbatches=3 scheme=2.5d kind=bert recompute=selecti
 d=2 c=2 y=2 schedule=none microbatches=2 zero=1 sequence=8 kind=bert padding=4 dropout=0.25
 p=2 c=4 x=2 schedule=zb-h1 microbatches=3 sequence=8 context=both ulysses=2 kind=bert padding=4
 p=2 c=2 z=2 schedule=1f1b microbatches=3 sequence=8 context=all-to-all kind=bert padding=4
-d=2 c=4 schedule=none microbatches=2 zero=1 sequence=8 context=both ulysses=2 kind=llama ffn=48
+d=2 c=4 schedule=none microbatches=2 zero=1 sequence=8 context=both ulysses=2 kind=llama kv_heads=1
 p=2 c=2 y=2 schedule=gpipe microbatches=3 sequence=4 kind=qwen2 kv_heads=2 ffn=48
 p=2 x=2 y=2 schedule=1f1b microbatches=3 kind=llama kv_heads=4 head_dim=4 attention_bias=true
 p=2 c=2 x=2 y=2 schedule=1f1b microbatches=3 sequence=4 kind=qwen3 kv_heads=4 head_dim=4 ffn=48
