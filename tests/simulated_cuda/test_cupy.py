@@ -35,6 +35,7 @@ TINY = {
 }
 SWITCH = {"model__experts": 4, "model__capacity": 0.75}
 BALANCED = {**SWITCH, "model__balance_bias": 0.05}
+ONE_KEY = {"model__kind": "llama", "model__kv_heads": 1}
 MIXTRAL = {"model__kind": "llama", "model__experts": 4, "model__top_k": 2, "model__capacity": 0}
 MIXTRAL |= {"model__shared_experts": 1, "parallel__microbatches": 2}
 CLOSE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
@@ -128,7 +129,7 @@ NUMPY = [
     (1, "float16", MIXTRAL),
     (4, "float32", {"mesh__e": 2, "mesh__x": 2, "mesh__transport": "host-staged", **MIXTRAL}),
     (2, "float32", {"mesh__c": 2, "model__dropout": 0.1}),
-    (2, "bfloat16", {"mesh__c": 2, "parallel__context": "all-to-all"}),
+    (2, "bfloat16", {"mesh__c": 2, "parallel__context": "all-to-all", **ONE_KEY}),
     (2, "float16", {"mesh__c": 2, "model__kind": "llama", "model__kv_heads": 2}),
     (
         4,
