@@ -58,6 +58,7 @@ hpc3d.theme = (() => {
   const system = matchMedia("(prefers-color-scheme: dark)");
   let printing = false;
   const dark = () => !printing && (hpc3d.state.get("theme") ?? (system.matches ? "dark" : "light")) === "dark";
+  const palettes = new Map(); // {color mapper: its palette for a light page, which starts with the lightest color}
   const heights = new Map(); // {plot with a horizontal legend: its height with a legend of one line}
 
   // Properties of Bokeh models that use the text color or line color of the page.
@@ -72,6 +73,10 @@ hpc3d.theme = (() => {
     if ("border_fill_color" in model.properties)
       Object.assign(colors, { border_fill_color: ground, background_fill_color: ground });
     if ("inactive_fill_color" in model.properties) colors.inactive_fill_color = ground;
+    if (model.type === "LinearColorMapper") {
+      if (!palettes.has(model)) palettes.set(model, [...model.palette]);
+      colors.palette = dark() ? [...palettes.get(model)].reverse() : palettes.get(model);
+    }
     if (Object.keys(colors).length) model.setv(colors);
   }
 
