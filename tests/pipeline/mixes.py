@@ -293,7 +293,7 @@ def batches_of(config):
     if isinstance(config.data.path, str):
         return Tokens(config)
     texts = [Text(number, config) for number in range(len(config.data.path))]
-    return masking.batches_of(config, mixed(texts, config.data.weights))
+    return masking.batches_of(config, mixed(texts, config.data.ratio()))
 
 
 class Trained(NamedTuple):

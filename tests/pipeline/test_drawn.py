@@ -259,6 +259,7 @@ FOUND = (
     """x=2 y=2 d=2 zero=2 split='{n="x",k="y",own="x y"}'""",
     """x=3 y=2 d=2 zero=3 split='{m="x",n="y",own="x",panels="y"}'""",
     """x=2 y=2 d=2 zero=2 kind=bert split='{m="x",n="y"}'""",
+    """d=2 path='["0.h5", "1.h5"]' weights='[2, 1]'""",
 )
 
 
