@@ -140,7 +140,7 @@ def _wrong_limits(key: str, rotation: Rotation, width: int) -> Iterator[str]:
         numbers = getattr(rotation, name)
         if len(numbers) != pairs or not all(0 < each < inf for each in numbers):
             what = f"{pairs} positive numbers, one for each pair of rotated features of a head"
-            yield f"{key}: {name} must have {what}; it has {len(numbers)} numbers"
+            yield f"{key}: {name} must have {what}, not {numbers!s:.60}"
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:

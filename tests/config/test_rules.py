@@ -128,7 +128,7 @@ FORMS = {
     LONGROPE.replace(
         "short = [1, ", "short = ["
     ): "short must have 3 positive numbers, one for each pair ",
-    LONGROPE.replace("long = [1", "long = [0"): "long must have 3 positive numbers, one for each ",
+    LONGROPE.replace("long = [1", "long = [0"): "of a head, not (0.0, 2.0, 3.0)",
     LONGROPE.replace("64", "1"): "type longrope needs an original length of at least 2 tokens",
     SCALING.replace("8,", "[8],"): "type llama3 must have the keys factor, low, high, original ",
 }
