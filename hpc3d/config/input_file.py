@@ -381,12 +381,13 @@ class DataConfig:
         return (self.path,) if isinstance(self.path, str) else self.path
 
     def ratio(self) -> list[int]:
-        """Return the weights of the texts as integers with the same ratio.
+        """Return the weights of the texts as the smallest integers with the same ratio.
 
         The conversion of decimal fractions is exact: [0.7, 0.3] becomes [7, 3].
         """
         parts = [Fraction(str(weight)) for weight in self.weights or [1] * len(self.paths())]
-        scale = lcm(*(part.denominator for part in parts))
+        divisor = gcd(*(part.numerator for part in parts))
+        scale = Fraction(lcm(*(part.denominator for part in parts)), divisor)
         return [int(part * scale) for part in parts]
 
     def validation_texts(self) -> tuple[str, ...]:

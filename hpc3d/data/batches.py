@@ -1,7 +1,6 @@
 """Training batches: each epoch visits every window of a text once, in a new random order."""
 
 from collections.abc import Mapping
-from math import gcd
 
 import numpy as np
 
@@ -46,7 +45,7 @@ class Batches:
                 )
         self.windows = [(len(part) - self.AHEAD) // sequence for part in self._parts]
         self._sequence, self._batch, self._seed = sequence, batch, seed
-        weights = np.array(tokens.weights) // gcd(*tokens.weights)
+        weights = np.array(tokens.weights)
         self._weights, self._slots = weights, np.repeat(np.arange(len(weights)), weights)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
         self._documents: list[ShuffledDocuments] = []

@@ -36,7 +36,13 @@ def test_wrong_type_is_rejected(option, value, line):
 
 @pytest.mark.parametrize(
     ("weights", "ratio"),
-    [(None, [1, 1]), ((2.0, 1.0), [2, 1]), ((0.7, 0.3), [7, 3]), ((1.5, 0.25), [6, 1])],
+    [
+        (None, [1, 1]),
+        ((2.0, 1.0), [2, 1]),
+        ((0.7, 0.3), [7, 3]),
+        ((1.5, 0.25), [6, 1]),
+        ((3e3, 2e3), [3, 2]),
+    ],
 )
 def test_weights_of_a_mixture_have_an_exact_ratio_of_integers(weights, ratio):
     assert DataConfig(path=("a", "b"), weights=weights).ratio() == ratio
