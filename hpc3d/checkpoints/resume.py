@@ -231,14 +231,14 @@ def _written(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _other_share(before: float | str | None, now: float | str | None) -> Iterator[str]:
+def _other_share(before: Any, now: Any) -> Iterator[str]:
     """Report an error if a resumed run changes the held-out fraction of its training text."""
     if before != now and float in (type(before), type(now)):
-        was = f"it was {before}" if before else "nothing was held out"
+        was = f"it was {_written(before)}" if before else "nothing was held out"
         keep = f"leave it at {before}" if isinstance(before, float) else "use a separate text"
         yield (
-            f"data.validation = {now or ''!r}: {was} so far, and a resumed run must train on "
-            f"the same part of the text; {keep}, or start a new run"
+            f"data.validation = {_written(now) or ''!r}: {was} so far, and a resumed run must "
+            f"train on the same part of the text; {keep}, or start a new run"
         )
 
 

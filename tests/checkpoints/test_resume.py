@@ -235,3 +235,12 @@ def test_training_text_is_compared_with_the_checkpoint(saved):
     assert continued(run, config, texts={"data.path": text})[1] == []
     _, (line,) = continued(run, config, texts={"data.path": {**text, "sha256": "1"}})
     assert line.startswith("data.path: ")
+
+
+def test_fraction_that_was_not_held_out_is_rejected(saved):
+    run, _ = saved
+    path = run / "checkpoints" / "step-00000001" / "manifest.json"
+    config = config_of(f'{LAYOUTS["serial"]} validation=\'["/a", "/b"]\'')
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"config": to_toml(config)}))
+    with pytest.raises(ValueError, match=r"= 0\.1: it was \['/a', '/b'\] so far, .*; use a sepa"):
+        continued(run, config_of(f"{LAYOUTS['serial']} validation=0.1"))
