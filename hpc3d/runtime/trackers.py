@@ -7,6 +7,7 @@ of the group GROUP, and `run.trackers` selects it by the name of the entry point
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
@@ -59,6 +60,7 @@ class MLflow:
     """Tracker for MLflow: the server at MLFLOW_TRACKING_URI, or a database in the run folder."""
 
     PACKAGE: ClassVar[str] = "mlflow"
+    INVALID: ClassVar[re.Pattern[str]] = re.compile(r"[^\w/.\- ]")  # in the name of a metric
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         from mlflow import MlflowClient
@@ -76,7 +78,8 @@ class MLflow:
 
     def write(self, record: _Record) -> None:
         at = round(1e3 * record["time"]), record["step"]
-        metrics = [self.metric(key, value, *at) for key, value in _metrics(record)]
+        named = ((self.INVALID.sub("_", key), value) for key, value in _metrics(record))
+        metrics = [self.metric(key, value, *at) for key, value in named]
         self.client.log_batch(self.run, metrics=metrics)
 
     def close(self) -> None:

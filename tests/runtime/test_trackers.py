@@ -1,8 +1,10 @@
 """Trackers receive every record in the background; whatever they do, the run continues."""
 
+import sys
 import threading
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -146,6 +148,16 @@ def test_mlflow_stores_metrics_and_settings_without_a_server(tmp_path, monkeypat
     history = stored.get_metric_history(run.info.run_id, "loss")
     assert [(each.step, each.value) for each in history] == [(0, 2.5), (1, 2.25)]
     assert run.data.metrics == {"loss": 2.25, "gradient_norm": 1.5}
+
+
+def test_mlflow_receives_only_names_that_it_allows(tmp_path, monkeypatch):
+    package = Mock()
+    package.entities.Metric = lambda key, value, *at: (key, value)
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", package.entities)
+    MLflow(tmp_path, {}).write({"step": 0, "time": 1e9, "validation_loss/a-b (1),ü.txt": 2.5})
+    sent = package.MlflowClient.return_value.log_batch.call_args.kwargs["metrics"]
+    assert sent == [("validation_loss/a-b _1__ü.txt", 2.5)]
 
 
 def test_wandb_stores_the_run_offline(tmp_path, monkeypatch):
