@@ -116,7 +116,8 @@ _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> ad
     "untie_embeddings_and_output_weights": "use model.tied = false",
     "swiglu": 'use model.kind = "llama"',
     "resume resume_from_checkpoint init_from load load_dir": (
-        "use the option --resume RUN_DIR; the run must have saved checkpoints (checkpoint.every)"
+        "use the option --resume RUN_DIR, with a run that has checkpoints (checkpoint.every); "
+        "to start from a Hugging Face model, first run hpc3d checkpoint import"
     ),
     "gradient_accumulation_steps grad_accum_steps num_microbatches": (
         "use parallel.microbatches; the global batch, train.batch, is split into microbatches"
