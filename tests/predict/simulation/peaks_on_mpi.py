@@ -20,7 +20,7 @@ def case(job, transport, line):
     assert _present(mesh.pool.peak) == _present(predicted.peak)
     mesh = build(config.sizes(), transport=transport)
     FrozenEvaluator(
-        FrozenModel(mesh, config), Counted(config) if mesh.rank == 0 else None
+        FrozenModel(mesh, config), [Counted(config)] if mesh.rank == 0 else None
     ).evaluate(0)
     abstract = abstract_mesh(config.sizes(), mesh.coords, pool_of(config))
     evaluator = FrozenEvaluator(FrozenModel(abstract, config), None, feed=ZeroBatches)
