@@ -105,7 +105,7 @@ def _samples(quantity: _Quantity, group: Sequence[dict[str, Any]]) -> np.ndarray
 
 
 def write(rows: Sequence[dict[str, Any]], axes: Sequence[str], folder: Path) -> str:
-    """Write the tables and the figure; return the summary as a Markdown table.
+    """Write the tables and the figure; return the summary as a table for the terminal.
 
     The formats are CSV and HDF5 for the table of runs; CSV, Markdown and LaTeX for the summary;
     and PNG, SVG and PDF for the figure.
@@ -118,13 +118,12 @@ def write(rows: Sequence[dict[str, Any]], axes: Sequence[str], folder: Path) -> 
     write_csv(folder / "summary.csv", summary)
     fields = _fields(summary, axes)
     shown = [row | {each.key: each.text(row) for each in _QUANTITIES} for row in summary]
-    text = markdown(fields, shown)
-    (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(markdown(fields, shown) + "\n", encoding="utf-8")
     (folder / "summary.tex").write_text(latex(fields, shown), encoding="utf-8")
     with default_style():
         if figure := _figure(summary, axes):
             save(figure, folder / "summary", ("png", "svg", "pdf"))
-    return text
+    return markdown(fields, shown, escape=str)
 
 
 def _fields(summary, axes):

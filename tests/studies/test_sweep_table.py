@@ -68,6 +68,12 @@ def test_files_have_the_values_and_the_summary_is_formatted(tmp_path):
     }
 
 
+def test_only_the_markdown_file_has_escaped_lists(tmp_path):
+    rows = [row(64, 1, 0, loss=5.0) | {"data.weights": weights} for weights in ("[2, 1]", "[1]")]
+    assert "| [2, 1]  |" in write(rows, ["data.weights"], tmp_path)
+    assert r"| \[2, 1\] |" in (tmp_path / "summary.md").read_text()
+
+
 def test_axes_without_numbers_have_no_figure(tmp_path):
     rows = [row(64, seed, 0, loss=5.0) | {"layouts": name} for seed in (1, 2) for name in "ab"]
     write(rows, AXES, tmp_path)

@@ -142,9 +142,13 @@ def in_markdown(text: str) -> str:
     return text.translate(_MARKDOWN)
 
 
-def markdown(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> str:
-    """Format a table as Markdown with aligned columns."""
-    columns = [_column(field, [field.text(row) for row in rows]) for field in fields]
+def markdown(
+    fields: Sequence[ColumnSpec],
+    rows: Sequence[dict[str, Any]],
+    escape: Callable[[str], str] = in_markdown,
+) -> str:
+    """Format a table as Markdown with aligned columns. For a terminal, set `escape` to str."""
+    columns = [_column(field, [escape(field.text(row)) for row in rows]) for field in fields]
     return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns))
 
 
@@ -153,7 +157,7 @@ def _column(field, values):
 
     Text is left-aligned, and numbers are right-aligned.
     """
-    cells = [field.heading, *map(in_markdown, values)]
+    cells = [field.heading, *values]
     width = max(map(len, cells))
     if field.is_text:
         rule, align = "-" * width, str.ljust
@@ -173,12 +177,16 @@ def latex(fields: Sequence[ColumnSpec], rows: Sequence[dict[str, Any]]) -> str:
     """Format a table as a LaTeX tabular environment with booktabs rules."""
     lines = [[field.heading for field in fields]]
     lines += [[field.text(row) for field in fields] for row in rows]
-    heading, *body = [
-        " & ".join(text.translate(_LATEX) for text in line) + r" \\" for line in lines
-    ]
+    heading, *body = [_latex_row(line) for line in lines]
     align = "".join("l" if field.is_text else "r" for field in fields)
     parts = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", heading, r"\midrule"]
     return "\n".join([*parts, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _latex_row(values):
+    """Format a row. LaTeX would read a leading "[" or "*" as an argument of the command above."""
+    line = " & ".join(text.translate(_LATEX) for text in values)
+    return ("{}" if line.lstrip().startswith(("[", "*")) else "") + line + r" \\"
 
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")

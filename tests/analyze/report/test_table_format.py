@@ -50,6 +50,11 @@ def test_latex_table_uses_booktabs_and_escapes_special_characters():
     )
 
 
+def test_latex_row_does_not_start_with_an_argument():
+    rows = [{"name": "[2, 1]"}, {"name": "*"}, {"name": "a[2]"}]
+    assert latex(FIELDS[:1], rows).splitlines()[4:7] == [r"{}[2, 1] \\", r"{}* \\", r"a[2] \\"]
+
+
 def test_csv_files_keep_all_columns_and_text_omits_unknown_ones(tmp_path):
     table_format.write(TableSpec("mine", "Mine", FIELDS, source), ROWS, tmp_path)
     with (tmp_path / "mine.csv").open(newline="") as file:
