@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 WIDTH = 7.2  # figure width in inches
 _DATES = {"svg": "Date", "pdf": "CreationDate"}  # metadata that would differ between two files
 _NARROW = 48  # maximum number of vertical bars that are drawn with gaps between them
+_INSIDE, _NAMED = 4, 8  # maximum number of lines in a legend inside the panel, and above it
+_LENGTH = 48  # maximum number of characters of a bar label in a figure of width WIDTH
 
 
 def save(figure: Figure, path: Path, formats: Sequence[str] = ("png", "svg")) -> None:
@@ -75,17 +77,46 @@ def draw(chart: object, width: float | None = None) -> Figure:
     """Return the figure of a chart, drawn with matplotlib's default style.
 
     If `width` is given, the figure has this width in inches. In narrow figures, the text is
-    smaller.
+    smaller, and long names are shortened.
     """
     from matplotlib import rc_context
 
-    size = 10 if width is None or width >= WIDTH else max(6, 10 * (width / WIDTH) ** 0.5)
-    with default_style(), rc_context({"font.size": size}):
+    scale = 1 if width is None or width >= WIDTH else (width / WIDTH) ** 0.5
+    limit = int(_LENGTH * scale**1.5)
+    if isinstance(chart, Bars):
+        chart = chart._replace(labels=[_shortened(label, limit) for label in chart.labels])
+    with default_style(), rc_context({"font.size": max(6, 10 * scale)}):
         figure = _drawn(chart)
-    if width:
-        before, height = figure.get_size_inches()
-        figure.set_size_inches(width, height * (width / before) ** 0.5)
+        if width:
+            before, height = figure.get_size_inches()
+            figure.set_size_inches(width, height * (width / before) ** 0.5)
+        legends = [panel.get_legend() for panel in figure.axes] + figure.legends
+        for text in [text for legend in legends if legend for text in legend.get_texts()]:
+            text.set_text(_shortened(text.get_text(), limit * 3 // 2))
+        for legend in [*figure.legends]:
+            loc = "lower center" if isinstance(chart, Panels) else "upper left"
+            _fit(legend, figure, loc=f"outside {loc}")
     return figure
+
+
+def _shortened(name, limit):
+    """Replace the middle of a long name by dots. The ends of names usually differ."""
+    half = (limit - 3) // 2
+    return name if len(name) <= limit else f"{name[:half]}...{name[-half:]}"
+
+
+def _fit(legend, figure, **style):
+    """Reduce the columns of a legend until it fits into the figure; add height for its rows."""
+    handles, names = legend.legend_handles, [text.get_text() for text in legend.get_texts()]
+    before = legend.get_window_extent().height
+    for columns in range(len(names) - 1, 0, -1):
+        if legend.get_window_extent().width + figure.dpi / 8 <= figure.bbox.width:
+            break
+        legend.remove()
+        legend = figure.legend(handles, names, ncols=columns, **_LEGEND, **style)
+    width, height = figure.get_size_inches()
+    added = (legend.get_window_extent().height - before) / figure.dpi
+    figure.set_size_inches(width, height + added)
 
 
 @singledispatch
@@ -106,7 +137,10 @@ def _lines(chart: Lines):
         axes[0].plot(*line, label=_escaped(label), **style)
     for label, line in (chart.lower or {}).items():
         axes[1].plot(*line, **_style(colors[label], 1.4, dashes[label]))
-    axes[0].legend(frameon=False)
+    if len(chart.lines) > _INSIDE:
+        _with_legend(figure, _NAMED)
+    else:
+        axes[0].legend(frameon=False)
     for panel, text in zip(axes, (chart.ylabel, chart.lower_ylabel)):
         panel.set_ylabel(text)
         panel.grid(color="0.9", linewidth=0.6)
@@ -169,10 +203,18 @@ def _horizontal_bars(chart):
     return _with_legend(figure)
 
 
-def _with_legend(figure):
+_LEGEND = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2}
+
+
+def _with_legend(figure, limit=None):
+    """Add a legend above the panels, with the first `limit` names and the number of the others."""
+    from matplotlib.lines import Line2D
+
     handles, names = figure.axes[0].get_legend_handles_labels()
-    style = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2}
-    figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 8), **style)
+    if limit and len(names) > limit:
+        names = [*names[:limit], f"and {len(names) - limit} more"]
+        handles = [*handles[:limit], Line2D([], [], linestyle="none")]
+    figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 8), **_LEGEND)
     return figure
 
 

@@ -167,6 +167,26 @@ def test_pdf_figure_has_the_width_and_its_fonts(tmp_path):
     assert b"/Subtype /Image" not in data, "vectors"
 
 
+def test_narrow_bar_chart_shows_its_complete_legend_and_the_ends_of_its_labels():
+    parts = {f"part {n} of the step": ("red", [1.0, 2.0]) for n in range(7)}
+    labels = ["a name that is too long, 1", "a name that is too long, 2"]
+    figure = draw(Bars("", "time", labels, parts, horizontal=True), width=2.4)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [*parts]
+    assert legend.get_window_extent().xmax <= figure.bbox.xmax
+    assert figure.get_size_inches()[0] == 2.4
+    ticks = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert [tick[-3:] for tick in ticks] == [", 1", ", 2"] and max(map(len, ticks)) < 22
+
+
+def test_legend_of_many_curves_names_the_first_ones_above_the_panel():
+    figure = draw(charts.loss([Run(f"run {n}", (3.5, 3.25)) for n in range(12)]))
+    assert figure.axes[0].get_legend() is None
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == [*(f"run {n}" for n in range(8)), "and 4 more"]
+
+
 def test_coinciding_curves_differ_in_width_and_dashes():
     (axes, _) = draw(charts.loss([Run(name, (3.5, 3.25)) for name in "abc"])).axes
     assert [line.get_linestyle() == "--" for line in axes.lines] == [False, True, True]
