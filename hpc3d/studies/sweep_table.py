@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _SEED = "seed"
 _LOG = 8  # minimum ratio of the largest to the smallest x value of a logarithmic x axis
+_OFFSET = 0.15  # width in inches over which the lines are shifted
 _ROUNDING = 1e-9  # relative rounding error of a mean
 
 
@@ -155,8 +156,10 @@ def _figure(summary: Sequence[dict[str, Any]], axes: Sequence[str]) -> Figure | 
     """Plot losses and step time against the first numeric axis with several values.
 
     The figure has one line per combination of the other axes. Returns None if no numeric axis has
-    several values.
+    several values. Lines are shifted sideways, so that their error bars do not cover each other.
     """
+    from matplotlib.transforms import ScaledTranslation
+
     varied = [axis for axis in axes if len({row[axis] for row in summary}) > 1]
     across = next((axis for axis in varied if _is_numeric(summary, axis)), None)
     if across is None:
@@ -169,14 +172,18 @@ def _figure(summary: Sequence[dict[str, Any]], axes: Sequence[str]) -> Figure | 
     figure, panels = empty(WIDTH, 1 + 2.4 * len(drawn), len(drawn))
     for panel, quantity in zip(panels, drawn):
         for number, (label, line) in enumerate(lines.items()):
+            inches = _OFFSET * (number - (len(lines) - 1) / 2) / len(lines)
+            shift = ScaledTranslation(inches, 0, figure.dpi_scale_trans)
             known = [row for row in line if row[quantity.key] is not None]
-            panel.errorbar(
+            drawing = panel.errorbar(
                 [row[across] for row in known],
                 [row[quantity.key] * quantity.scale for row in known],
                 [(row[quantity.half] or 0) * quantity.scale for row in known],
                 **{"color": RUNS[number % len(RUNS)], "marker": "o", "ms": 3, "capsize": 2},
                 label=label,
             )
+            for part in drawing.get_children():
+                part.set_transform(panel.transData + shift)
         panel.set_ylabel(quantity.heading)
         panel.grid(color="0.9", linewidth=0.6)
     _label_x(panels[-1], across, sorted({row[across] for row in summary}))

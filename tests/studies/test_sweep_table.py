@@ -74,6 +74,24 @@ def test_only_the_markdown_file_has_escaped_lists(tmp_path):
     assert r"| \[2, 1\] |" in (tmp_path / "summary.md").read_text()
 
 
+def test_error_bars_of_two_lines_are_drawn_side_by_side(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        "hpc3d.studies.sweep_table.save", lambda figure, *_: figures.append(figure)
+    )
+    rows = [
+        row(hidden, seed, 0, loss=5.0 + seed) | {"layouts": name}
+        for hidden in (64, 128)
+        for seed in (1, 2)
+        for name in "ab"
+    ]
+    write(rows, AXES, tmp_path)
+    parts = [line.get_children() for line in figures[0].axes[0].containers]
+    for one, two in zip(*parts, strict=True):
+        (left, _), (right, _) = (each.get_transform().transform((64, 5)) for each in (one, two))
+        assert 3 < right - left < 15  # pixels
+
+
 def test_axes_without_numbers_have_no_figure(tmp_path):
     rows = [row(64, seed, 0, loss=5.0) | {"layouts": name} for seed in (1, 2) for name in "ab"]
     write(rows, AXES, tmp_path)
