@@ -56,7 +56,7 @@ def _init(options: Namespace) -> None:
             ) from None
     print(sanitized(f"{len(copies)} files written to {folder}. Next steps:"))
     print(sanitized(f"    cd {folder}"))
-    print("    mpirun -np 8 python -m hpc3d.train inputs/gpt-3d-8.toml")
+    print("    python -m hpc3d.train inputs/gpt-3d-8.toml --launch 8")
     print("    sbatch jobs/train.sbatch          # first adapt it to the cluster: jobs/README.md")
 
 

@@ -26,7 +26,10 @@ def test_inputs_and_job_scripts_are_written(tmp_path, capsys):
     assert any(name.startswith("inputs/corpus/") for name in found)
     assert not any("this-machine" in name or "__pycache__" in name for name in found)
     assert load(folder / "inputs" / "gpt-3d-64.toml", []).mesh.x == 4
-    assert f"{len(found)} files written" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{len(found)} files written" in printed
+    # --launch starts 8 ranks on any number of cores, unlike mpirun -np 8
+    assert "    python -m hpc3d.train inputs/gpt-3d-8.toml --launch 8\n" in printed
 
 
 def test_existing_files_are_not_overwritten(tmp_path, capsys):
