@@ -28,6 +28,7 @@ from hpc3d.data.tokenizer import (
     train_bpe,
 )
 from hpc3d.data.tokenizer_files import meta_tokenizer, tokenizer_from
+from hpc3d.data.validation import naming_key
 
 log = logging.getLogger("hpc3d.prepare")  # here, __name__ is "__main__"
 
@@ -35,7 +36,8 @@ _BPE_VOCABULARY = 8192
 _SOURCES = (
     "text, .jsonl or .parquet file, nanoGPT or Megatron-LM .bin file, or folder of *.txt files"
 )
-_TOKENIZERS = """byte (default); bpe, trained on the texts; a tokenizer.json or its folder;
+_TOKENIZERS = """byte (default); bpe, trained on the texts; a token file (.h5), which contains its
+tokenizer; a tokenizer.json or its folder;
 a folder with GPT-2's vocab.json and merges.txt; ranks.tiktoken; or gpt2, from tiktoken's cache"""
 
 
@@ -82,6 +84,7 @@ def parser() -> Parser:
 def prepare(arguments: argparse.Namespace) -> int:
     """Tokenize the texts, write the token file and print a summary."""
     start = time.perf_counter()
+    arguments.tokenizer = _byte_or_file(arguments.tokenizer)
     output = _new_file(arguments)
     texts = [text for path in arguments.texts for text in text_files(package_data.text_path(path))]
     tokenizer = _make_tokenizer(arguments, texts)
@@ -127,6 +130,14 @@ def _new_file(arguments: argparse.Namespace) -> Path:
     if problems:
         raise Problems(problems)
     return output
+
+
+def _byte_or_file(name: str | None) -> str | None:
+    """Return byte if `name` is a token file with the byte tokenizer, and `name` otherwise."""
+    if name is None or Path(name).suffix != SUFFIX:
+        return name
+    with naming_key("--tokenizer"), TokenFile(Path(name)) as tokens:
+        return ByteTokenizer.name if tokens.tokenizer == ByteTokenizer.name else name
 
 
 def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tokenizer:

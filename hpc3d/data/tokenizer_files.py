@@ -4,6 +4,7 @@
     vocab.json and merges.txt, or encoder.json and vocab.bpe: the two files of a GPT-2 tokenizer
     NAME.tiktoken: ranks of byte sequences, in the format of tiktoken
     gpt2: the two files of GPT-2's tokenizer in the local cache of tiktoken
+    tokens.h5: the tokenizer of a token file
     meta.pkl: the character vocabulary of a nanoGPT model
 
 The files are treated as untrusted input: no pickled code is executed, and nothing is downloaded.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc3d.console import small_files
+from hpc3d.data.token_file import SUFFIX, TokenFile
 from hpc3d.data.tokenizer import END_NAME, ENDS, BpeTokenizer, library, reading
 
 RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -50,6 +52,9 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
     remedy = f"set --tokenizer to byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
     library()
     with reading(path, "not a readable tokenizer", remedy):
+        if path.suffix == SUFFIX:
+            with TokenFile(path) as tokens:
+                return BpeTokenizer(tokens.json, end_name or tokens.end_name)
         if word == "gpt2" and not path.exists():
             return _byte_level(*_of_pair(*map(_kept_by_tiktoken, _GPT2_SHA256)), end_name)
         if path.suffix == ".tiktoken":

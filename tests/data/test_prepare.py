@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hpc3d import prepare
-from hpc3d.data.token_file import write_tokens
+from hpc3d.data.token_file import TokenFile, write_tokens
 from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
 from tests.data.prepared import ROOT, TEXT, call, python, row
 from tests.elided import elided
@@ -62,6 +62,20 @@ def test_bpe_token_file_can_be_decoded(capsys, bpe, text, output):
     assert (ids == 0).sum() == 2 and ids[-1] == 0
 
 
+def test_token_file_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
+    end = next(token for token in "abc" if bpe.id_of(token))
+    second = tmp_path / "second.h5"
+    for tokenizer in (bpe, BpeTokenizer(bpe.json, end), ByteTokenizer()):
+        write_tokens(output, [text], tokenizer)
+        assert call(capsys, text, "-o", second, "--force", "--tokenizer", output)[0] == 0
+        with TokenFile(output) as one, TokenFile(second) as other:
+            assert one.made_by() == other.made_by() and one.end_name == other.end_name
+        assert (row(output, tokenizer.name) == row(second, tokenizer.name)).all()
+    words = (text, "-o", second, "--force", "--tokenizer", output, "--end", end)
+    code, _, error = call(capsys, *words)
+    assert code == 2 and "--end" in error  # the byte tokenizer has only one end token
+
+
 def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, output):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     code, _, error = call(capsys, text, "-o", output, "--tokenizer", "bpe")
@@ -87,6 +101,14 @@ def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, outpu
         (["text.txt", "-o", "new.h5", "--vocabulary", "300"], "--vocabulary 300: ... 256"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "many"], "invalid int value"),
         (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "word is not a readable tokenizer"),
+        (
+            ["text.txt", "-o", "new.h5", "--tokenizer", "no.h5"],
+            "--tokenizer: no.h5 does not exist",
+        ),
+        (
+            ["text.txt", "-o", "new.h5", "--tokenizer", "old.h5"],
+            "old.h5 is not a readable token f",
+        ),
         (["text.txt", "-o", "new.h5", "--fast"], "--fast; see --help"),
         (["empty.txt", "-o", "new.h5"], "empty.txt: the text is empty"),
         (["text.txt", "-o", "new.h5", "--end", "x"], "--end x: "),
