@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hpc3d.data.token_file import Tokens, open_tokens
+from hpc3d.data.token_file import SUFFIX, Tokens, open_tokens
 
 _Item = TypeVar("_Item")
 
@@ -27,12 +27,7 @@ def open_texts(
         parts = [opened.enter_context(open_tokens(path, tokenizer)) for path in paths]
         known: dict[str, str | Path] = {}
         for path, part in zip(paths, parts, strict=True):
-            if (part.made_by(), part.end_name) != (parts[0].made_by(), parts[0].end_name):
-                raise ValueError(
-                    f"data.path: {path} has another tokenizer ({part.tokenizer}, vocabulary "
-                    f"{part.vocabulary}) than {paths[0]} ({parts[0].tokenizer}, vocabulary "
-                    f"{parts[0].vocabulary}); prepare all texts with the same --tokenizer"
-                )
+            _refuse_other_tokenizer(path, part, paths[0], parts[0])
             if part.sha256 in known:
                 raise ValueError(
                     f"data.path: {path} has the same tokens as {known[part.sha256]}; list the "
@@ -41,6 +36,25 @@ def open_texts(
             known[part.sha256] = path
         opened.pop_all()
     return mixed(parts, weights)
+
+
+def _refuse_other_tokenizer(
+    path: str | Path, text: Tokens, first_path: str | Path, first: Tokens
+) -> None:
+    """Raise a one-line ValueError if the tokenizer of `text` differs from the one of `first`."""
+    if text.made_by() != first.made_by():
+        file = Path(first_path).suffix == SUFFIX
+        raise ValueError(
+            f"data.path: {path} has another tokenizer ({text.tokenizer}, vocabulary "
+            f"{text.vocabulary}) than {first_path} ({first.tokenizer}, vocabulary "
+            f"{first.vocabulary}); prepare all texts with the same tokenizer, such as "
+            f"--tokenizer {first_path if file else first.tokenizer}"
+        )
+    if text.end_name != first.end_name and text.end() != first.end():
+        raise ValueError(
+            f"data.path: {path} has another end-of-document token ({text.end_name}) than "
+            f"{first_path} ({first.end_name}); prepare all texts with the same --end"
+        )
 
 
 def by_key(key: str, items: Sequence[_Item]) -> dict[str, _Item]:

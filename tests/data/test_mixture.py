@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hpc3d.data.batches import Batches
 from hpc3d.data.mixture import Mixture, open_texts
 from hpc3d.data.token_file import Tokens, open_tokens, write_tokens
+from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
 from hpc3d.data.validation import ValidationBatches, divided
 from tests.data.test_batches import starts
 
@@ -151,8 +153,31 @@ def test_text_listed_twice_is_rejected(files):
 
 def test_texts_with_different_tokenizers_are_rejected(files, bpe):
     write_tokens(files / "b.h5", [files / "b.txt"], bpe)
-    with pytest.raises(ValueError, match=r"\Adata\.path: .*b\.h5 .*tokenizer .*275.*a\.txt .*256"):
-        open_texts([files / "a.txt", files / "b.h5"], [2, 1])
+    for first, second, fix in (("a.txt", "b.h5", "byte"), ("b.h5", "a.txt", files / "b.h5")):
+        match = rf"\Adata\.path: .*{second} .*tokenizer .*{first} .*; .*--tokenizer {fix}\Z"
+        with pytest.raises(ValueError, match=match):
+            open_texts([files / first, files / second], [2, 1])
+
+
+def test_text_and_token_file_with_bytes_are_mixed(files):
+    """Also tests token files of earlier versions, which do not name their end token."""
+    paths = [files / "b.h5", files / "a.txt"]
+    write_tokens(paths[0], [files / "b.txt"], ByteTokenizer())
+    for _ in range(2):
+        with open_texts(paths, [1, 1]) as mixed, open_texts(paths[::-1], [1, 1]) as turned:
+            assert bytes(mixed.read(0, len(mixed)).tolist()) == b"second\0first\0"
+            assert mixed.end() == turned.end() == 0
+        with h5py.File(paths[0], "r+") as raw:
+            raw.attrs.pop("tokenizer_end", None)
+
+
+def test_texts_with_different_end_tokens_are_rejected(files, bpe):
+    end = next(token for token in "abc" if bpe.id_of(token))
+    write_tokens(files / "a.h5", [files / "a.txt"], bpe)
+    write_tokens(files / "b.h5", [files / "b.txt"], BpeTokenizer(bpe.json, end))
+    match = rf"\Adata\.path: .*b\.h5 .*end-of-document token \({end}\) .*a\.h5 .*end.*same --end"
+    with pytest.raises(ValueError, match=match):
+        open_texts([files / "a.h5", files / "b.h5"], [1, 1])
 
 
 def test_opened_mixture_has_the_tokens_weights_and_tokenizer(files):
