@@ -130,11 +130,15 @@ def _validated_otherwise(before: _Texts, now: _Texts, config: Config) -> Iterato
 
 
 def _mixed_otherwise(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
-    """Yield a line for each file that has been added to or removed from a mixture."""
+    """Yield a line for each file that has been added to or removed from a mixture.
+
+    If a fraction is held out, yield another line if the list of files or its order has changed.
+    """
+    share = config.data.validation
     earlier, current = (_keys_by_hash(PATH, texts) for texts in (before, now))
     added = [key for digest, key in current.items() if digest not in earlier]
     removed = [before[key]["path"] for digest, key in earlier.items() if digest not in current]
-    if added and removed and isinstance(share := config.data.validation, float):
+    if added and removed and isinstance(share, float):
         raise ValueError(
             f"{added[0]}: {_paths(config)[added[0]]} was not part of the mixture so far, of which "
             f"data.validation = {share} is held out; restore {removed[0]}, or start a new run"
@@ -143,6 +147,11 @@ def _mixed_otherwise(before: _Texts, now: _Texts, config: Config) -> Iterator[st
         yield f"{key}: {_paths(config)[key]} is new; training reads it from its first epoch"
     for path in removed:
         yield f"{PATH}: training continues without {path}"
+    if isinstance(share, float) and earlier and [*earlier] != [*current]:
+        yield (
+            f"{VALIDATION} = {share}: the list in {PATH} has changed, and so has the text that is "
+            "held out; the best evaluation loss is reset"
+        )
 
 
 def used_by_text(header: Mapping[str, Any]) -> dict[str, int]:

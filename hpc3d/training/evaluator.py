@@ -223,6 +223,8 @@ def comparable(config: Config, texts: Mapping[str, Any] | None = None) -> tuple[
         validation = [each for key, each in (texts or {}).items() if key.startswith(VALIDATION)]
         known = [each["sha256"] for each in validation]
         text = sorted(known or map(os.path.abspath, separate))
+    elif isinstance(text, float):  # held out at the end of each training text, in this order
+        text = text, [each["sha256"] for each in (texts or {}).values()]
     train, sequence = config.train, config.model.sequence
     return text, train.eval_batches, train.batch, sequence, config.checkpoint.keep_best
 

@@ -1,6 +1,7 @@
 """A resumed run reads its original texts, from any current folder."""
 
 from dataclasses import replace
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
@@ -256,6 +257,19 @@ def test_added_and_removed_texts_of_a_mixture_are_reported(here):
     held = mixed("three.txt", "one.txt", validation=0.1)
     with pytest.raises(ValueError, match=r"\Adata\.path\[0\]: three\.txt .*restore two\.txt, or"):
         [*differences(before, now, held)]
+
+
+def test_changed_held_out_text_of_a_mixture_is_reported(here):
+    """Texts are added and removed, also from a single text, and the list is reordered."""
+    lists = [("one.txt",), ("one.txt", "two.txt"), ("two.txt", "one.txt")]
+    for old, new in permutations(lists, 2):
+        config = mixed(*new, validation=0.1)
+        texts = [of_mixture(mixed(*names), here / "run") for names in (old, new)]
+        *_, line = differences(*texts, config)
+        assert line.startswith("data.validation = 0.1: the list in data.path has changed")
+        assert [*differences(texts[1], texts[1], config)] == []
+        others = [*differences(*texts, mixed(*new))]
+        assert not any("best evaluation loss" in each for each in others)
 
 
 def test_position_counts_the_sequences_of_a_single_text(here):

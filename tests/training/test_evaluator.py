@@ -373,6 +373,21 @@ def test_best_evaluation_is_identified_by_the_text_hash():
     assert restored(known, a, b, texts("1")) is None
 
 
+def test_best_evaluation_of_a_held_out_fraction_is_identified_by_the_training_texts():
+    """The order counts, because the held-out parts are evaluated as one text."""
+    config = replace(Config(), data=replace(Config().data, validation=0.1))
+    two = {"data.path[0]": {"sha256": "1"}, "data.path[1]": {"sha256": "2"}}
+    turned = {"data.path[0]": {"sha256": "2"}, "data.path[1]": {"sha256": "1"}}
+    one = {"data.path": {"sha256": "1"}}
+    known = {"best": {"step": 3, "loss": 2.5}}
+    for before, now in ((two, one), (one, two), (two, turned)):
+        assert restored(known | {"texts": before}, config, config, now) is None
+        assert restored(known | {"texts": now}, config, config, now) == Best(3, 2.5)
+        assert restored(known, config, config, now) == Best(3, 2.5)
+    config = replace(config, data=replace(config.data, validation=None))
+    assert restored(known | {"texts": two}, config, config, one) == Best(3, 2.5)
+
+
 def test_best_evaluation_of_several_texts_does_not_depend_on_their_order():
     known = {"best": {"step": 3, "loss": 2.5}}
 
