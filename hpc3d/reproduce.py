@@ -12,7 +12,9 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,8 @@ _TOLERANCES = {"float64": 1e-10, "float32": 1e-4}  # of losses; 16-bit types: _C
 _COARSE = 1e-2
 # Keys of environment.json that may always differ.
 _VARYING = ("created_utc", "load", "other_cpu_share", "ranks")
+# Keys of the configuration that do not affect the losses of a resumed run.
+_NEUTRAL = ("train.steps ", "train.max_minutes ", "run.", "checkpoint.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,13 +145,17 @@ def compared(before: Path, after: Path, tolerance: float) -> dict[str, Any]:
     -------
     dict
         The folder of the second run, the number of steps that both have completed, the largest
-        relative difference of their losses (None if only one of two losses is finite), and whether
-        losses and bytes agree. `bytes_agree` is None if the bytes cannot be compared.
+        relative difference of their losses (None if only one of two losses is finite), the first
+        step with a difference above the tolerance, and whether losses and bytes agree.
+        `bytes_agree` is None if the bytes cannot be compared. `settings` has a line for each
+        attempt of the first run that changed the settings.
     """
     old, new = _losses(before), _losses(after)
     steps = sorted({*old} & {*new})
-    apart = [_difference(old[step], new[step]) for step in steps]
-    largest = None if None in apart else max(each for each in apart if each is not None)
+    apart = {step: _difference(old[step], new[step]) for step in steps}
+    finite = [each for each in apart.values() if each is not None]
+    largest = max(finite) if len(finite) == len(apart) else None
+    wrong = [step for step, each in apart.items() if each is None or each > tolerance]
     resumed = (before / "config-1.toml").exists()
     traffic = [None, None] if resumed else [_bytes(run) for run in (before, after)]
     known = all(each is not None for each in traffic)
@@ -156,6 +164,8 @@ def compared(before: Path, after: Path, tolerance: float) -> dict[str, Any]:
         "steps": len(steps),
         "largest_difference": largest,
         "tolerance": tolerance,
+        "first_different_step": wrong[0] if wrong else None,
+        "settings": [*_settings(before)],
         "losses_agree": largest is not None and largest <= tolerance and {*old} == {*new},
         "bytes": int(traffic[1].sum()) if traffic[1] is not None else None,
         "bytes_agree": traffic[0].tolist() == traffic[1].tolist() if known else None,
@@ -167,6 +177,28 @@ def _losses(run: Path) -> dict[int, float | None]:
     from hpc3d.runtime.metrics_file import read
 
     return {record["step"]: record["loss"] for record in read(run) if "loss" in record}
+
+
+def _settings(run: Path) -> Iterator[str]:
+    """Yield a line for each attempt of a resumed run that changed settings of the training."""
+    import hpc3d.trace
+    from hpc3d.analyze.attempts import Attempts
+    from hpc3d.checkpoints.resume import changes
+    from hpc3d.config.load import load
+
+    earlier = (run / f"config-{number}.toml" for number in count(1))
+    texts = [*takewhile(Path.is_file, earlier), run / "config.toml"]
+    starts = {}
+    if len(texts) > 1 and (run / "trace.h5").exists():
+        with hpc3d.trace.open(run / "trace.h5") as trace:
+            starts = {each.number: each.first for each in Attempts(trace).attempts}
+    for number, pair in enumerate(pairwise(texts), 2):
+        with suppress(ValueError):  # a damaged configuration of an earlier attempt
+            lines = changes(*(load(text, [], of_run=True) for text in pair))
+            found = [line for line in lines if not line.startswith(_NEUTRAL)]
+            if found:
+                where = f"at step {starts[number]}" if number in starts else "at a resume"
+                yield f"{where}: {', '.join(found)}"
 
 
 def _difference(old: float | None, new: float | None) -> float | None:
@@ -223,10 +255,15 @@ def _lines(before: Path, found: Mapping[str, Any]) -> Iterator[str]:
     else:
         verdict = "agree" if found["losses_agree"] else "DIFFERENT"
         losses = f"{verdict}, largest relative difference {largest:.2g}"
+    if found["first_different_step"] is not None:
+        losses += f", first in step {found['first_different_step']}"
     yield f"losses       {losses}, {steps}, tolerance {found['tolerance']:g}"
+    if found["settings"]:
+        new = "the second run uses the newest settings in all steps"
+        yield f"settings     changed {'; '.join(found['settings'])}; {new}"
     agree = {True: "identical", False: "DIFFERENT", None: "not compared: resumed or no trace"}
-    count = "" if found["bytes"] is None else f", {found['bytes']:,} bytes received in total"
-    yield f"bytes        {agree[found['bytes_agree']]}{count}"
+    total = "" if found["bytes"] is None else f", {found['bytes']:,} bytes received in total"
+    yield f"bytes        {agree[found['bytes_agree']]}{total}"
     changed = found["environment"]
     yield f"environment  {'; '.join(changed) if changed else 'identical'}"
 

@@ -63,7 +63,8 @@ def test_other_losses_are_reported_and_accepted_within_the_tolerance(run, capsys
     code, lines, found = reproduced(capsys, run)
     assert code == 3 and not found["losses_agree"]
     assert found["largest_difference"] == pytest.approx(1e-6, rel=1e-5)
-    assert lines[2].startswith("losses       DIFFERENT, largest relative difference 1e-06")
+    assert lines[2].startswith("losses       DIFFERENT, largest relative difference 1e-06, first ")
+    assert ", first in step 1, 3 steps" in lines[2] and found["first_different_step"] == 1
     assert reproduced(capsys, run, "--tolerance", "1e-5")[0] == 0
 
 
@@ -98,6 +99,18 @@ def test_run_that_stopped_early_is_repeated_up_to_its_last_step(run, capsys):
     assert (found["steps"], found["losses_agree"]) == (2, True)
     records = (Path(found["folder"]) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(record)["steps"] for record in records] == [2, 2]
+
+
+def test_settings_that_a_resumed_run_changed_are_named(tmp_path, capsys):
+    """The number of steps, which also changed, is not named."""
+    words = ["gpt-serial", *WORDS, "--checkpoint.every", "3", "--run.out", str(tmp_path)]
+    first = launched_run.launched(1, words)
+    launched_run.launched(1, ["--resume", str(first), "--train.steps", "4", "--seed", "7"])
+    code, lines, found = reproduced(capsys, first)
+    assert code == 3 and found["first_different_step"] == 0
+    assert lines[3].startswith("settings     changed at step 3: seed was 1234, is 7; the second")
+    (first / "trace.h5").unlink()
+    assert [*reproduce._settings(first)] == ["at a resume: seed was 1234, is 7"]
 
 
 def compared(before, after, tolerance=1e-10):
