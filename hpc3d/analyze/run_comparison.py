@@ -19,7 +19,6 @@ from hpc3d.analyze.metrics.compare import half_width, interval, relative_error, 
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import ratio
 from hpc3d.config.load import flat
-from hpc3d.console.sanitize import counted
 from hpc3d.trace.reader import Trace
 
 _Row = Mapping[str, Any]
@@ -70,9 +69,10 @@ def speed_rows(
     times = [[seconds[index] for index in group] for group in groups]
     first = runs[groups[0][0]]
     rows = []
-    for label, group, steps in zip(_labels(runs, groups), groups, times):
+    for group, steps in zip(groups, times):
         run = runs[group[0]]
         row = scaling_rows([first, run])[1]
+        label = _label([runs[index]["run"] for index in group])
         found = {"run": label, "ranks": run["ranks"], "scaling": row["scaling"], "speedup": None}
         found["noise"] = max(busy[index] or 0.0 for index in (*group, *groups[0]))
         if row["scaling"] == "strong":
@@ -102,17 +102,7 @@ def _speedup(first: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> dict[
     return {"speedup": exp(difference), **limits}
 
 
-def _labels(runs: Sequence[_Row], groups: Sequence[Sequence[int]]) -> list[str]:
-    """Return a distinct label for each group of runs."""
-    names = [[runs[index]["run"] for index in group] for group in groups]
-    labels = [*map(_common, names)]
-    return [
-        label if labels.count(label) == 1 else f"{first} and {counted(len(others), 'more seed')}"
-        for label, (first, *others) in zip(labels, names)
-    ]
-
-
-def _common(names: Sequence[str]) -> str:
+def _label(names: Sequence[str]) -> str:
     """Return the beginning that the labels of a group's runs have in common."""
     if len(names) == 1:
         return names[0]
@@ -136,9 +126,10 @@ def seed_rows(runs: Sequence[_Row], groups: Sequence[Sequence[int]]) -> list[dic
     interval is Student's t interval of the mean over the seeds.
     """
     rows = []
-    for label, group in zip(_labels(runs, groups), groups):
+    for group in groups:
         if len(group) == 1:
             continue
+        label = _label([runs[index]["run"] for index in group])
         row = {"run": label, "runs": len(group)}
         for key in ("loss", "validation_loss"):
             values = [value for index in group if (value := runs[index][key]) is not None]
@@ -161,7 +152,6 @@ def comparison_verdict(
     runs
         Result of `comparison_rows`.
     """
-    labels = _labels(runs, groups)
     for number, group in enumerate(groups[1:], 1):
         parts, pair = [], (groups[0], group)
         if speeds:
@@ -171,7 +161,8 @@ def comparison_verdict(
         else:
             parts += _mean_losses(*([runs[index]["loss"] for index in each] for each in pair))
         if parts:
-            yield ("" if speeds else f"{labels[number]}: ") + "; ".join(parts)
+            label = "" if speeds else _label([runs[index]["run"] for index in group]) + ": "
+            yield label + "; ".join(parts)
 
 
 def _clause(row: _Row, first: _Row) -> str:

@@ -167,12 +167,6 @@ def test_losses_of_a_group_of_seeds_are_averaged():
     assert row["loss_half"] == pytest.approx(12.706 * 0.5) and row["validation_loss"] is None
 
 
-def test_groups_whose_runs_have_the_same_prefix_have_distinct_labels():
-    rows = [{"run": f"gpt-{number}", "loss": 3.0, "validation_loss": None} for number in range(4)]
-    labels = [row["run"] for row in seed_rows(rows, [[0, 1], [2, 3]])]
-    assert labels == ["gpt-0 and 1 more seed", "gpt-2 and 1 more seed"]
-
-
 def test_report_begins_with_the_verdict(tmp_path, capsys):
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "two", scheme="1d")
     reported(capsys, one, other, "--out", tmp_path / "out")
