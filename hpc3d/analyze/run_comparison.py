@@ -2,7 +2,9 @@
 
 Runs that differ only in their seed form a group. Two groups of several runs are compared by the
 median step times of their runs, because the steps of a run are not independent samples. If one of
-the groups is a single run, the groups are compared by the median over all steps.
+the groups is a single run, the groups are compared by the median over all steps. As in the summary
+of a sweep, each seed contributes one sample, the mean over its runs. With a single seed, each run
+is a sample of the step time.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from math import exp
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,31 +24,90 @@ from hpc3d.config.load import flat
 from hpc3d.trace.reader import Trace
 
 _Row = Mapping[str, Any]
+_Samples = Sequence[Sequence[np.ndarray]]  # step times of each run of each sample
 _UNCOMPARED = ("seed", "name", "run.out")  # keys in which the runs of a group may differ
 _ROUNDING = 1e-5  # losses agree if they differ by at most this fraction
 _TWICE = 2.0  # from this ratio on, the verdict states a ratio instead of a percentage
 
 
-def seed_groups(traces: Sequence[Trace]) -> list[list[int]]:
-    """Return the groups of runs that differ only in their seed, as lists of run indices.
+class SeedGroup(NamedTuple):
+    """Runs that differ only in their seed, as run indices.
 
-    A run with an unknown configuration is a group of its own.
+    Attributes
+    ----------
+    label
+        Label of the run, or of the group if it has several runs.
+    seeds
+        Dict from seed to the runs with this seed.
     """
-    found: dict[Any, list[int]] = {}
+
+    label: str
+    seeds: dict[int | None, list[int]]
+
+    @property
+    def runs(self) -> list[int]:
+        """Return all runs of the group."""
+        return [index for runs in self.seeds.values() for index in runs]
+
+    @property
+    def samples(self) -> list[list[int]]:
+        """Return the runs of each sample of the step time."""
+        several = len(self.seeds) > 1
+        return [*self.seeds.values()] if several else [[index] for index in self.runs]
+
+
+def seed_groups(traces: Sequence[Trace], labels: Sequence[str]) -> list[SeedGroup]:
+    """Return the groups of runs that differ only in their seed.
+
+    A run with an unknown configuration is a group of its own. `labels` are the labels of the runs.
+    """
+    found: dict[Any, dict[int | None, list[int]]] = {}
     for index, trace in enumerate(traces):
         config = configuration(trace)
         key: Any = index
         if config is not None:
             known = {name: each for name, each in flat(config).items() if name not in _UNCOMPARED}
             key = str(known), trace.attrs["world_size"], trace.attrs.get("kind")
-        found.setdefault(key, []).append(index)
-    return list(found.values())
+        seed = None if config is None else config.seed
+        found.setdefault(key, {}).setdefault(seed, []).append(index)
+    groups = [SeedGroup("", seeds) for seeds in found.values()]
+    return [group._replace(label=_label(group, labels)) for group in groups]
+
+
+def _label(group: SeedGroup, labels: Sequence[str]) -> str:
+    """Return the beginning that the labels of a group's runs have in common."""
+    names = [labels[index] for index in group.runs]
+    if len(names) == 1:
+        return names[0]
+    words = zip(*(re.split("(?<=[-, ])", name) for name in names), strict=False)
+    common = "".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, words))
+    return f"{common.rstrip('-, ') or names[0]} ({_size(group)})"
+
+
+def _size(group: SeedGroup) -> str:
+    """Describe the number of seeds, and of runs if a seed has several runs."""
+    seeds, runs = len(group.seeds), len(group.runs)
+    parts = [f"{seeds} seeds"] * (seeds > 1) + [f"{runs} runs"] * (runs > seeds)
+    return ", ".join(parts)
+
+
+def repeated_seeds(groups: Sequence[SeedGroup], labels: Sequence[str]) -> Iterator[str]:
+    """Yield one line if any group of several seeds contains several runs with one seed."""
+    several = [group for group in groups if len(group.seeds) > 1]
+    runs = [runs for group in several for runs in group.seeds.values() if len(runs) > 1]
+    if runs:
+        (first, again), count = runs[0][:2], sum(map(len, runs)) - len(runs)
+        total = f" ({count} repeated runs in total)" if count > 1 else ""
+        yield (
+            f"{labels[again]} repeats the configuration and seed of {labels[first]}{total}: the"
+            " runs of a seed count as one sample"
+        )
 
 
 def speed_rows(
     runs: Sequence[_Row],
     seconds: Sequence[np.ndarray],
-    groups: Sequence[Sequence[int]],
+    groups: Sequence[SeedGroup],
     busy: Sequence[float | None],
 ) -> list[dict[str, Any]]:
     """Compare the step time of each group with the first group.
@@ -66,49 +127,48 @@ def speed_rows(
         Share of the CPU time that other processes used during each run, if known. `noise` is the
         largest share of the runs of a group and of the first group.
     """
-    times = [[seconds[index] for index in group] for group in groups]
-    first = runs[groups[0][0]]
+    times = [[[seconds[index] for index in each] for each in group.samples] for group in groups]
+    first = runs[groups[0].runs[0]]
     rows = []
     for group, steps in zip(groups, times):
-        run = runs[group[0]]
+        run = runs[group.runs[0]]
         row = scaling_rows([first, run])[1]
-        label = _label([runs[index]["run"] for index in group])
-        found = {"run": label, "ranks": run["ranks"], "scaling": row["scaling"], "speedup": None}
-        found["noise"] = max(busy[index] or 0.0 for index in (*group, *groups[0]))
+        found = {key: row[key] for key in ("ranks", "scaling")}
+        found |= {"run": group.label, "speedup": None}
+        found["noise"] = max(busy[index] or 0.0 for index in (*group.runs, *groups[0].runs))
         if row["scaling"] == "strong":
             found |= _speedup(times[0], steps)
         else:
             if row["scaling"] == "weak" and run["ranks"] != first["ranks"]:
                 found["speedup"] = row["speedup"]
-            errors = (relative_error(np.concatenate(each)) for each in (times[0], steps))
+            errors = (relative_error(_pooled(each)) for each in (times[0], steps))
             found |= interval("speedup", found["speedup"], *errors)
         rows.append(found)
     return rows
 
 
-def _speedup(first: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> dict[str, float | None]:
+def _speedup(first: _Samples, others: _Samples) -> dict[str, float | None]:
     """Return the ratio of the step times of two groups of runs, and its confidence interval.
 
-    If both groups have several runs, the step time of a group is the geometric mean of the median
-    step times of its runs, and the interval is Welch's interval of the difference of logarithms.
+    If both groups have several samples, the step time of a sample is the geometric mean of the
+    median step times of its runs, that of a group is the geometric mean of its samples, and the
+    interval is Welch's interval of the difference of logarithms.
     """
     if min(len(first), len(others)) == 1:
-        pooled = [np.concatenate(each) for each in (first, others)]
+        pooled = [_pooled(each) for each in (first, others)]
         speedup = ratio(*(float(np.median(each)) for each in pooled))
         return {"speedup": speedup} | interval("speedup", speedup, *map(relative_error, pooled))
-    logs = [np.log([np.median(each) for each in group]) for group in (first, others)]
+    logs = [
+        np.array([np.log([np.median(run) for run in sample]).mean() for sample in group])
+        for group in (first, others)
+    ]
     difference, margin = float(logs[0].mean() - logs[1].mean()), half_width(*logs)
     limits = {"speedup_low": exp(difference - margin), "speedup_high": exp(difference + margin)}
     return {"speedup": exp(difference), **limits}
 
 
-def _label(names: Sequence[str]) -> str:
-    """Return the beginning that the labels of a group's runs have in common."""
-    if len(names) == 1:
-        return names[0]
-    words = zip(*(re.split("(?<=[-, ])", name) for name in names), strict=False)
-    common = "".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, words))
-    return f"{common.rstrip('-, ') or names[0]} ({len(names)} seeds)"
+def _pooled(samples: _Samples) -> np.ndarray:
+    return np.concatenate([run for sample in samples for run in sample])
 
 
 def scaling_table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -119,29 +179,37 @@ def scaling_table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row | {"scaling": None, "efficiency": None} for row in rows]
 
 
-def seed_rows(runs: Sequence[_Row], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return one row per group of several runs: mean loss and its 95 % confidence interval.
+def seed_rows(runs: Sequence[_Row], groups: Sequence[SeedGroup]) -> list[dict[str, Any]]:
+    """Return one row per group of several seeds: mean loss and its 95 % confidence interval.
 
     `runs` is the result of `comparison_rows`. The loss is that after the last common step; the
     interval is Student's t interval of the mean over the seeds.
     """
     rows = []
     for group in groups:
-        if len(group) == 1:
+        if len(group.seeds) == 1:
             continue
-        label = _label([runs[index]["run"] for index in group])
-        row = {"run": label, "runs": len(group)}
+        row: dict[str, Any] = {"run": group.label, "runs": len(group.seeds)}
         for key in ("loss", "validation_loss"):
-            values = [value for index in group if (value := runs[index][key]) is not None]
-            known = len(values) == len(group)
-            row[key] = float(np.mean(values)) if known else None
-            row[f"{key}_half"] = half_width(np.array(values)) if known else None
+            means = _means(runs, group, key)
+            row[key] = float(np.mean([*means.values()])) if means else None
+            row[f"{key}_half"] = half_width(np.array([*means.values()])) if means else None
         rows.append(row)
     return rows
 
 
+def _means(runs: Sequence[_Row], group: SeedGroup, key: str) -> dict[int | None, float]:
+    """Return the mean loss of the runs of each seed, or an empty dict if any loss is unknown."""
+    if any(runs[index][key] is None for index in group.runs):
+        return {}
+    return {
+        seed: float(np.mean([runs[index][key] for index in each]))
+        for seed, each in group.seeds.items()
+    }
+
+
 def comparison_verdict(
-    speeds: Sequence[_Row], runs: Sequence[_Row], groups: Sequence[Sequence[int]]
+    speeds: Sequence[_Row], runs: Sequence[_Row], groups: Sequence[SeedGroup]
 ) -> Iterator[str]:
     """Yield one line per group after the first: step time and losses compared with the first.
 
@@ -153,15 +221,15 @@ def comparison_verdict(
         Result of `comparison_rows`.
     """
     for number, group in enumerate(groups[1:], 1):
-        parts, pair = [], (groups[0], group)
+        parts: list[str] = []
         if speeds:
             parts = [_clause(speeds[number], speeds[0]), *_noise(speeds[number])]
-        if len(group) == len(groups[0]) == 1:
-            parts += _losses(runs[group[0]])
+        if len(group.seeds) == len(groups[0].seeds) == 1:
+            parts += _losses(runs[group.runs[0]])
         else:
-            parts += _mean_losses(*([runs[index]["loss"] for index in each] for each in pair))
+            parts += _mean_losses(*(_means(runs, each, "loss") for each in (groups[0], group)))
         if parts:
-            label = "" if speeds else _label([runs[index]["run"] for index in group]) + ": "
+            label = "" if speeds else f"{group.label}: "
             yield label + "; ".join(parts)
 
 
@@ -213,14 +281,16 @@ def _losses(row: _Row) -> Iterator[str]:
         yield f"losses differ by up to {difference:.2g} nat"
 
 
-def _mean_losses(first: Sequence[float | None], others: Sequence[float | None]) -> Iterator[str]:
-    """Yield a clause on the mean losses of two groups of seeds, if all losses are known.
+def _mean_losses(
+    first: Mapping[int | None, float], others: Mapping[int | None, float]
+) -> Iterator[str]:
+    """Yield a clause on the losses of two groups of seeds, if all losses are known.
 
     The interval is Welch's interval of the difference of the means over the seeds.
     """
-    if None in (*first, *others):
+    if not first or not others:
         return
-    samples = np.array(first, float), np.array(others, float)
+    samples = [np.array([*each.values()]) for each in (first, others)]
     one, other = (float(sample.mean()) for sample in samples)
     means = f"mean loss {other:.4f} instead of {one:.4f} nat"
     if min(len(first), len(others)) == 1:

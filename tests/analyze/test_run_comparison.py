@@ -8,7 +8,9 @@ import pytest
 
 from hpc3d.analyze.metrics.compare import half_width, interval, relative_error
 from hpc3d.analyze.run_comparison import (
+    SeedGroup,
     comparison_verdict,
+    repeated_seeds,
     scaling_table,
     seed_groups,
     seed_rows,
@@ -32,8 +34,13 @@ def losses(name, difference, loss=3.0):
     return {"run": name, "loss": loss, "loss_difference": difference} | validation
 
 
+def grouped(names, *groups):
+    """Return one group per dict from seed to runs."""
+    return [SeedGroup(name, each) for name, each in zip(names, groups, strict=True)]
+
+
 def verdict(runs, seconds, differences, groups=None, busy=None):
-    groups = groups or [[index] for index in range(len(runs))]
+    groups = groups or [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
     rows = [losses(each["run"], far) for each, far in zip(runs, differences)]
     speeds = speed_rows(runs, seconds, groups, busy or [None] * len(runs))
     return [*comparison_verdict(speeds, rows, groups)]
@@ -119,14 +126,22 @@ def trace_of(text):
 
 def test_runs_that_differ_only_in_the_seed_form_a_group():
     texts = ["seed = 1", "seed = 2\n[mesh]\nx = 2", 'seed = 3\nname = "other"', "[mesh]\nx = 2"]
-    groups = seed_groups([*map(trace_of, [*texts, "", ""])])
-    assert groups == [[0, 2], [1, 3], [4], [5]]
+    labels = "a, 64-seed1", "b", "a, 64-seed3", "b, 2", "c", "d"
+    groups = seed_groups([*map(trace_of, [*texts, "", ""])], labels)
+    assert groups == grouped(
+        ("a, 64 (2 seeds)", "b (2 seeds)", "c", "d"),
+        {1: [0], 3: [2]},
+        {2: [1], 1234: [3]},
+        {None: [4]},
+        {None: [5]},
+    )
 
 
 def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
     """Steps of a run are not independent: many steps of two runs do not narrow the interval."""
     runs = [run("a, 64-seed1"), run("a, 64-seed2"), run("b, seed1"), run("b, seed2")]
-    times, groups = [1.0, 1.2, 0.9, 1.0], [[0, 1], [2, 3]]
+    times = [1.0, 1.2, 0.9, 1.0]
+    groups = grouped(("a, 64 (2 seeds)", "b (2 seeds)"), {1: [0], 2: [1]}, {1: [2], 2: [3]})
     (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
     assert line.startswith("b (2 seeds) is as fast as a, 64 (2 seeds) within the noise: 15.5% fas")
     assert line.endswith("; the losses agree within the noise of the seeds: " + EQUAL)
@@ -142,29 +157,58 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
     [
         (
             [2.0, 2.02, 2.5, 2.52],
-            [[0, 1], [2, 3]],
-            "b (2 seeds): mean loss 2.5100 instead of 2.0100 nat "
+            ({1: [0], 2: [1]}, {1: [2], 3: [3]}),
+            "b: mean loss 2.5100 instead of 2.0100 nat "
             "(95 % interval of the difference 0.44 to 0.56)",
         ),
         (
             [2.0, 2.02, 2.5],
-            [[0, 1], [2]],
-            "b, 1: mean loss 2.5000 instead of 2.0100 nat (too few seeds for an interval)",
+            ({1: [0], 2: [1]}, {1: [2]}),
+            "b: mean loss 2.5000 instead of 2.0100 nat (too few seeds for an interval)",
         ),
-        ([2.0, None, 2.5, 2.52], [[0, 1], [2, 3]], None),
+        ([2.0, None, 2.5, 2.52], ({1: [0], 2: [1]}, {1: [2], 3: [3]}), None),
     ],
 )
 def test_verdict_compares_the_mean_losses_of_groups_of_seeds(values, groups, said):
     names = "a, 1", "a, 2", "b, 1", "b, 2"
     rows = [losses(name, None, value) for name, value in zip(names, values, strict=False)]
-    assert [*comparison_verdict([], rows, groups)] == ([said] if said else [])
+    assert [*comparison_verdict([], rows, grouped("ab", *groups))] == ([said] if said else [])
 
 
 def test_losses_of_a_group_of_seeds_are_averaged():
     rows = [losses("a", 0, 3.0), losses("a, 2", 1, 4.0), losses("c", 1, 2.0)]
-    (row,) = seed_rows(rows, [[0, 1], [2]])
-    assert (row["run"], row["runs"], row["loss"]) == ("a (2 seeds)", 2, 3.5)
+    (row,) = seed_rows(rows, grouped("ac", {1: [0], 2: [1]}, {1: [2]}))
+    assert (row["run"], row["runs"], row["loss"]) == ("a", 2, 3.5)
     assert row["loss_half"] == pytest.approx(12.706 * 0.5) and row["validation_loss"] is None
+
+
+def test_runs_of_a_seed_are_one_sample():
+    """A repeated run does not narrow the intervals of losses and step times."""
+    labels = "a, 1", "a, 2", "a, 3", "b, 1", "b, 2"
+    texts = [f"seed = {seed}" for seed in (1, 2, 2)]
+    texts += [f"seed = {seed}\n[mesh]\nx = 2" for seed in (1, 2)]
+    groups = seed_groups([*map(trace_of, texts)], labels)
+    assert [group.label for group in groups] == ["a (2 seeds, 3 runs)", "b (2 seeds)"]
+    (row, _) = seed_rows([losses(label, 0, 3 + (label != "a, 1")) for label in labels], groups)
+    assert (row["runs"], row["loss"]) == (2, 3.5)
+    assert row["loss_half"] == pytest.approx(12.706 * 0.5)
+    times = [STEADY * each for each in (1.0, 1.1, 1.21, 0.9, 1.0)]
+    _, row = speed_rows([*map(run, labels)], times, groups, [None] * 5)
+    margin = half_width(np.log([1.0, 1.331**0.5]), np.log([0.9, 1.0]))
+    assert row["speedup_high"] == pytest.approx((1.331**0.5 / 0.9) ** 0.5 * np.exp(margin))
+    (line,) = repeated_seeds(groups, labels)
+    assert line.startswith("a, 3 repeats the configuration and seed of a, 2: ")
+
+
+def test_report_counts_a_repeated_run_once(tmp_path, capsys):
+    seeds = {"one": 1, "two": 1, "three": 2}
+    runs = [write_run(tmp_path / name, keys=f"seed = {each}\n") for name, each in seeds.items()]
+    found = reported(capsys, *runs)
+    assert [row["runs"] for row in found["seeds"]] == [2]
+    assert found["notes"] == [
+        "3d (shards only m and n), x=2 y=2, two repeats the configuration and seed of 3d (shards"
+        " only m and n), x=2 y=2, one: the runs of a seed count as one sample"
+    ]
 
 
 def test_report_begins_with_the_verdict(tmp_path, capsys):

@@ -42,6 +42,7 @@ from hpc3d.analyze.picture.rank_blocks import RankBlocks
 from hpc3d.analyze.report.step_timeline import Timeline, other_steps, timeline
 from hpc3d.analyze.run_comparison import (
     comparison_verdict,
+    repeated_seeds,
     scaling_table,
     seed_groups,
     seed_rows,
@@ -136,7 +137,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     timed = all(map(one_time, traces))
     tables = {"runs": comparison_rows(runs)}
     tables |= {name: [] for name in ("received", "scaling", "gains", "differences", "seeds")}
-    groups, speeds = seed_groups(traces), []
+    labels = [run.label for run in runs]
+    groups, speeds = seed_groups(traces, labels), []
     if len(runs) > 1:
         tables["received"] = received_rows([run.tables["time"] for run in runs], timed)
         tables["seeds"] = seed_rows(tables["runs"], groups)
@@ -151,10 +153,10 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
             for trace, run in zip(steady[1:], runs[1:])
             for row in difference_rows(steady[0], trace)
         ]
-    labels = [run.label for run in runs]
     differ = differing(traces, labels, [run.about for run in runs])
     verdict = [*comparison_verdict(speeds, tables["runs"], groups)]
-    texts = tables, notes(traces, labels), differ, verdict
+    limits = [*notes(traces, labels), *repeated_seeds(groups, labels)]
+    texts = tables, limits, differ, verdict
     return Report(runs, *sanitized_tree(texts))
 
 

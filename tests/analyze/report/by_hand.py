@@ -100,7 +100,8 @@ def records(columns, rank, rows):
     return table
 
 
-def write_run(run, scheme="3d", losses=(4.0, 3.5, 3.25)):
+def write_run(run, scheme="3d", losses=(4.0, 3.5, 3.25), keys=""):
+    """Write a run. `keys` are lines of its configuration before the first section."""
     for rank in range(4):
         events = uncounted(rank)
         for step in range(3):
@@ -124,7 +125,7 @@ def write_run(run, scheme="3d", losses=(4.0, 3.5, 3.25)):
                 "run_id": run.name,
                 "created_utc": "2025-01-02T03:04:05Z",
                 "time_unit": "ns",
-                "config": f'[parallel]\nscheme = "{scheme}"\n' if scheme else "",
+                "config": f'{keys}[parallel]\nscheme = "{scheme}"\n' if scheme else "",
                 "git": "0123abc",
                 "mpi": "Open MPI 5",
                 "version": "0.1.0",
