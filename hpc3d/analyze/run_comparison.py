@@ -286,7 +286,8 @@ def _mean_losses(
 ) -> Iterator[str]:
     """Yield a clause on the losses of two groups of seeds, if all losses are known.
 
-    The interval is Welch's interval of the difference of the means over the seeds.
+    If both groups have the same seeds, the interval is Student's t interval of the mean of the
+    paired differences. Otherwise, it is Welch's interval of the difference of the means.
     """
     if not first or not others:
         return
@@ -296,7 +297,11 @@ def _mean_losses(
     if min(len(first), len(others)) == 1:
         yield f"{means} (too few seeds for an interval)"
         return
+    paired = first.keys() == others.keys()
+    if paired:
+        samples = [np.array([others[seed] - loss for seed, loss in first.items()])]
     difference, margin = other - one, half_width(*samples)
     low, high = difference - margin, difference + margin
+    kind = "paired difference" if paired else "difference"
     same = "the losses agree within the noise of the seeds: " if low <= 0 <= high else ""
-    yield f"{same}{means} (95 % interval of the difference {low:.2g} to {high:.2g})"
+    yield f"{same}{means} (95 % interval of the {kind} {low:.2g} to {high:.2g})"

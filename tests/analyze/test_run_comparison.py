@@ -20,7 +20,7 @@ from tests.analyze.report.by_hand import reported, write_run
 
 SIZES = {"batch": 8, "layers": 2, "hidden": 8, "heads": 2, "sequence": 4, "block_weights": 100}
 OTHER_WORK = "the step times of b and a are not compared, because their work differs"
-EQUAL = "mean loss 3.0000 instead of 3.0000 nat (95 % interval of the difference 0 to 0)"
+EQUAL = "mean loss 3.0000 instead of 3.0000 nat (95 % interval of the paired difference 0 to 0)"
 STEADY = np.array([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0])
 
 
@@ -160,6 +160,12 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
             ({1: [0], 2: [1]}, {1: [2], 3: [3]}),
             "b: mean loss 2.5100 instead of 2.0100 nat "
             "(95 % interval of the difference 0.44 to 0.56)",
+        ),
+        (
+            [2.0, 2.4, 2.52, 2.11],
+            ({1: [0], 2: [1]}, {2: [2], 1: [3]}),
+            "b: mean loss 2.3150 instead of 2.2000 nat "
+            "(95 % interval of the paired difference 0.051 to 0.18)",
         ),
         (
             [2.0, 2.02, 2.5],
