@@ -60,28 +60,44 @@ def seed_groups(traces: Sequence[Trace], labels: Sequence[str]) -> list[SeedGrou
     """Return the groups of runs that differ only in their seed.
 
     A run with an unknown configuration is a group of its own. `labels` are the labels of the runs.
+    Groups whose labels would be equal are named by the keys in which they differ.
     """
     found: dict[Any, dict[int | None, list[int]]] = {}
+    known: dict[Any, dict[str, Any]] = {}
     for index, trace in enumerate(traces):
         config = configuration(trace)
-        key: Any = index
+        settings: dict[str, Any] = {"run": index}
         if config is not None:
-            known = {name: each for name, each in flat(config).items() if name not in _UNCOMPARED}
-            key = str(known), trace.attrs["world_size"], trace.attrs.get("kind")
-        seed = None if config is None else config.seed
+            settings = {key: each for key, each in flat(config).items() if key not in _UNCOMPARED}
+            settings |= {"ranks": trace.attrs["world_size"], "kind": trace.attrs.get("kind")}
+        key, seed = str(settings), None if config is None else config.seed
+        known[key] = settings
         found.setdefault(key, {}).setdefault(seed, []).append(index)
-    groups = [SeedGroup("", seeds) for seeds in found.values()]
-    return [group._replace(label=_label(group, labels)) for group in groups]
+    groups = {key: SeedGroup("", seeds) for key, seeds in found.items()}
+    names = {key: _common([labels[each] for each in groups[key].runs]) for key in groups}
+    for key, group in groups.items():
+        label = names[key]
+        if len(group.runs) > 1:
+            equal = [known[other] for other, name in names.items() if name == label]
+            label = f"{', '.join([label, *_differing(known[key], equal)])} ({_size(group)})"
+        groups[key] = group._replace(label=label)
+    return [*groups.values()]
 
 
-def _label(group: SeedGroup, labels: Sequence[str]) -> str:
+def _common(names: Sequence[str]) -> str:
     """Return the beginning that the labels of a group's runs have in common."""
-    names = [labels[index] for index in group.runs]
     if len(names) == 1:
         return names[0]
     words = zip(*(re.split("(?<=[-, ])", name) for name in names), strict=False)
     common = "".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, words))
-    return f"{common.rstrip('-, ') or names[0]} ({_size(group)})"
+    return common.rstrip("-, ") or names[0]
+
+
+def _differing(settings: _Row, groups: Sequence[_Row]) -> Iterator[str]:
+    """Yield the settings that differ between the groups, such as hidden=64."""
+    for key, value in settings.items():
+        if any(other.get(key) != value for other in groups):
+            yield f"{key.rpartition('.')[2]}={value}"
 
 
 def _size(group: SeedGroup) -> str:

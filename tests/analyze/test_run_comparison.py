@@ -137,6 +137,13 @@ def test_runs_that_differ_only_in_the_seed_form_a_group():
     )
 
 
+def test_groups_with_the_same_label_are_named_by_the_keys_in_which_they_differ():
+    texts = [f"seed = {seed}\n[model]\nhidden = {n}" for n in (64, 128) for seed in (1, 2)]
+    labels = [f"1d, x=4, {number}" for number in range(4)]
+    named = [group.label for group in seed_groups([*map(trace_of, texts)], labels)]
+    assert named == ["1d, x=4, hidden=64 (2 seeds)", "1d, x=4, hidden=128 (2 seeds)"]
+
+
 def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
     """Steps of a run are not independent: many steps of two runs do not narrow the interval."""
     runs = [run("a, 64-seed1"), run("a, 64-seed2"), run("b, seed1"), run("b, seed2")]
