@@ -71,7 +71,12 @@ def test_keyboard_interrupt_ends_the_ranks(tmp_path):
         )
         logs = "*/train.log"
         try:
-            wait_for(lambda: any("   1 " in log.read_text() for log in tmp_path.glob(logs)))
+            wait_for(
+                lambda: (
+                    notebook.poll() is not None
+                    or any("   1 " in log.read_text() for log in tmp_path.glob(logs))
+                )
+            )
         finally:
             notebook.send_signal(signal.SIGINT)
             _, err = notebook.communicate(timeout=250)
