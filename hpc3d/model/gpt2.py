@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpc3d.arrays.array import Array
 from hpc3d.model.layers import Dropout, Embedding, NormSaved, gradient, owned
 from hpc3d.model.loss import CrossEntropy, LossSaved
 from hpc3d.model.positions import Positions
@@ -20,7 +21,6 @@ from hpc3d.ops.rows import soft_cap, soft_cap_grad
 from hpc3d.tensor.matmul import Saved, sharded_matmul
 
 if TYPE_CHECKING:
-    from hpc3d.arrays.array import Array
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.layers import EmbeddingSaved
     from hpc3d.model.microbatch import Microbatch

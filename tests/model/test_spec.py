@@ -3,16 +3,17 @@
 import pytest
 
 from hpc3d.model.spec import Experts, ModelSizes, WeightProduct
+from hpc3d.ops.attention import HeadForm
 
 
 def test_widths_of_gpt_2():
     sizes = ModelSizes(layers=2, hidden=24, heads=4, sequence=8, vocabulary=10)
-    assert (sizes.form, sizes.qkv, sizes.ffn) == ((6, 1), 72, 96)
+    assert (sizes.form, sizes.qkv, sizes.ffn) == (HeadForm(6, 1), 72, 96)
 
 
 def test_widths_of_llama():
     sizes = ModelSizes(2, hidden=24, heads=4, sequence=8, vocabulary=10, kv_heads=2, ffn=64)
-    assert (sizes.form, sizes.qkv, sizes.ffn) == ((6, 2), 48, 64)
+    assert (sizes.form, sizes.qkv, sizes.ffn) == (HeadForm(6, 2), 48, 64)
 
 
 def test_weight_product_flops_count_its_rows():
