@@ -257,6 +257,7 @@ def test_predicted_step_takes_the_measured_time():
     assert predicted == pytest.approx(0.05, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_rates_of_a_fake_device_are_a_machine_file(tmp_path):
     run_on_a_fake(tmp_path, "rates")
     machine = load(tmp_path / "gpu-machine.toml")
