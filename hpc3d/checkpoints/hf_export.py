@@ -109,7 +109,7 @@ def notes(opened: Checkpoint) -> list[str]:
 
 
 def _rounded(arrays: dict[str, np.ndarray], dtype: str | None) -> dict[str, np.ndarray]:
-    """Return `arrays` with all float32 and float64 values rounded to `dtype`, unless it is None.
+    """Round all float32 and float64 values to `dtype`; by default, return `arrays` unchanged.
 
     Raises ValueError if a value exceeds the range of `dtype`.
     """

@@ -112,6 +112,11 @@ def _expanded(key: str, text: str) -> str:
 
 
 def read(path: Path | str) -> dict[str, Any]:
+    if Path(path).suffix == ".py":
+        raise ValueError(
+            f"{path}: input files are written in TOML, not in Python; docs/data.md explains which "
+            "keys correspond to the settings of a nanoGPT configuration"
+        )
     content = small_files.read(path, remedy="specify a readable file")
     try:
         return small_files.toml(content.decode())

@@ -89,6 +89,13 @@ def test_paths_expand_home_and_environment_variables(monkeypatch):
         load(None, ["--run.out", "$SCRATCH/a"])
 
 
+def test_python_file_is_rejected_with_the_page_about_nanogpt(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text("n_layer = 4  # nanoGPT\n")
+    with pytest.raises(ValueError, match=r"config\.py: .* in TOML, .* docs/data\.md .* nanoGPT"):
+        load(path, [])
+
+
 def test_missing_file_is_rejected(tmp_path):
     for path in (tmp_path / "missing.toml", tmp_path):
         with pytest.raises(ValueError, match=f"^{path}: .* gpt-"):
