@@ -109,6 +109,11 @@ def test_missing_file_is_rejected(tmp_path):
         (["--train.steps", "--seed", "1"], "--train.steps: ... --train.steps VALUE"),
         (["--seed", "1", "input.toml"], "input.toml: ... INPUT.toml --section.key VALUE"),
         (["--seed.low", "1", "--seed.low.er", "2"], "--seed.low.er: low"),
+        (
+            ["--data.path", "[a.txt, b.txt]"],
+            '--data.path [a.txt, b.txt]: not a list; in a shell, ... --data.path \'["one", ',
+        ),
+        (["--data.path", '["a", 3, 4]'], "data.path[1]: input should be a valid string, not 3; "),
     ],
 )
 def test_invalid_command_line_is_rejected(options, line):

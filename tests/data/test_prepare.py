@@ -114,7 +114,7 @@ def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, outpu
         (["text.txt", "bad.dat", "-o", "old.h5", "--force"], "bad.dat ... UTF-8"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "300"], "--vocabulary 300: ... 256"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "many"], "invalid int value"),
-        (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "word is not a readable tokenizer"),
+        (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "word is not ... token file (.h5)"),
         (
             ["text.txt", "-o", "new.h5", "--tokenizer", "no.h5"],
             "--tokenizer: no.h5 does not exist",
