@@ -285,6 +285,7 @@ def show(
             print(f"{name}:")
             print(f"   {mark}{line(row)}{_over(row, memory)}" if row else "    none")
     print("\nWhy other layouts are slower (number of layouts, reason, best layout of the group):")
+    print("(~: estimated from the simulation of one layer, the embedding and the head)")
     for reason, count, nearest in losers:
         print(f"{count:5d} {_because(reason, nearest)}")
 
