@@ -67,7 +67,7 @@ REDUCED = {
     r"--model.vocabulary 50304": "-np 2 --mesh.y 1 --mesh.z 1 --train.steps 1 --train.batch 2",
     r"--model.vocabulary 8192": f"{PLANE} {SHORT}",
     r"models\.md .*hpc3d\.train ": f"-np 4 {SHORT}",
-    r"(data|parallelism|long-sequences|fit-memory)\.md .*hpc3d\.train ": SHORT,
+    r"(data|parallelism|long-sequences|fit-memory)\.md .*hpc3d[. ]train ": SHORT,
     r"partition run .*--resume": "--steps 4",
     r"partition run .*--checkpoint": "--steps 2 --checkpoint.every 2",
     r"partition run ": "--steps 3",
