@@ -277,6 +277,7 @@ def show(
     print("         step    memory  bubble  comm.  axis  layout")
     for number, row in enumerate(best, 1):
         print(f"{number:3d}{mark}{line(row)}")
+    print("(comm.: share of the step time; axis: mesh axis with the longest waiting time)")
     if (first := best[0].config).train.backend == "cupy":
         print(f"CUDA graph of layout 1: {graph_in_words(first)}")
     for where, rows in named.items():
