@@ -55,6 +55,7 @@ REDUCED = {
     r"train (llama-3d|bert)-64": f"{PLANE} {SHORT}",
     r"train gpt-3d-64 --data.validation": f"{PLANE} {SHORT} --train.eval_every 1 "
     "--data.validation 0.01",
+    r"reports\.md .*train gpt-3d-8 ": "--train.steps 2 --train.batch 16",
     r"evaluation\.md .*web\.txt": f"{SHORT} --train.eval_every 1",
     r"train gpt-3d-64 --checkpoint.every": f"{PLANE} {SHORT} --checkpoint.every 2",
     r"train long-context-16": "-np 4 --mesh.c 4 --model.sequence 512 --train.steps 1",
