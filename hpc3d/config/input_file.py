@@ -163,7 +163,8 @@ class ParallelConfig:
     prefetch: bool = False
     """Overlap the communication of weights with the matrix products of the same block: gather the
     weights of the next product, and reduce the weight gradient of the previous one, during the
-    current product."""
+    current product. With ZeRO, the all-gather of the updated values overlaps with the next forward
+    pass."""
     chunked_products: Annotated[
         int, AtLeast(1), AtMost(64), ValidFor("train.product_dtype", None)
     ] = 1

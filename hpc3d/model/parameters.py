@@ -188,7 +188,7 @@ class Parameters:
     accumulated in float32 (arXiv:1710.03740, section 3) and reduced over the data axes in the type
     `reduced`. `offload` names the data that is offloaded from the memory of the ranks: with
     "parameters", the matrices of Transformer blocks are stored in a separate flat array,
-    `elsewhere`.
+    `elsewhere`. `units` maps each unit to its index in the order of the forward pass.
     """
 
     def __init__(
@@ -210,6 +210,7 @@ class Parameters:
         self.matrices: list[Any] = []
         self.owners: dict[Parameter, int] = {}
         self.own_states: dict[str, Array] = {}
+        self.units: dict[str, int] = {}
         self.elsewhere: Any = None
 
     def add(
@@ -262,6 +263,8 @@ class Parameters:
         parameters with weight decay are adjacent, so that an optimizer update processes few
         contiguous ranges.
         """
+        names = dict.fromkeys(item.unit for item in self.items)
+        self.units = {name: index for index, name in enumerate(names)}
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
         trained = [item for item in self.items if not item.frozen and not item.sign_rate]

@@ -85,12 +85,20 @@ d=2 x=2 y=2 scheme=3d-broadcast compression=powersgd compression_rank=2
 c=2 d=2 z=2 sequence=4 overlap=false compression=top-k compression_share=0.05
 """.strip().splitlines()
 
+# All-gathers of updated values during the forward pass.
+LATER = """
+d=2 c=2 microbatches=2 zero=1 sequence=4 bucket_mb=0.001 prefetch=true
+p=2 d=2 schedule=interleaved chunks=2 microbatches=4 zero=2 bucket_mb=0.001 prefetch=true
+d=2 z=2 microbatches=1 zero=1 optimizer=muon bucket_mb=0.001 prefetch=true
+""".strip().splitlines()
+
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE[::4]]  # ranks
 LINES = [
     *strided([*MIXES, *SMALL], 44, 42),
     *strided(MIXTURES, 9),
     *strided(NARROW, 9, 1),
     *strided(COMPRESSED, 9),
+    *strided(LATER, 3),
     *strided(MANY, len(MANY), len(MANY)),
 ]
 
