@@ -4,6 +4,7 @@
     python -m hpc3d.plan INPUT.toml --ranks 1024 --machine a100-selene
     python -m hpc3d.plan INPUT.toml --ranks 64 --memory 40GB --apply planned.toml
     python -m hpc3d.plan INPUT.toml --ranks 64 --techniques
+    python -m hpc3d.plan INPUT.toml --ranks 64 --memory 40GB --schedule search --csv schedule.csv
 
 The command searches all layouts that the rules allow and that fit in the memory of a rank. It
 varies the sizes of all mesh axes (the context axis c only if it may help), every scheme in
@@ -21,6 +22,10 @@ the results unchanged. "*" marks layouts whose technique changes the results.
 
 With --techniques, the command does not search. It prints the savings and the cost of each
 technique for the layout of the input file.
+
+With --schedule search, the command searches for a pipeline schedule for the layout of the input
+file, with one model chunk per stage, that fits in memory. It prints the proven gap: the maximum
+relative distance of the schedule's makespan from the optimum.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from hpc3d.config.argument_types import number_of_ranks, positive, size
 from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
 from hpc3d.console.command_line import Parser, readable_time, run
 from hpc3d.console.sanitize import counted, sanitized
+from hpc3d.pipeline.schedule import SEARCH
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -67,7 +73,10 @@ techniques, the key resort contains with (the changes of the technique, and exac
 preserve the results), nearest (the layout closest to fitting) and others (layouts that fit with
 other techniques). With --techniques, the keys are machine, ranks and techniques. Each technique
 has the key change, and either refused, which is the reason why the technique is impossible, or
-peak_bytes, memory, received_bytes, step_time_s, and their ratios to the first row (of_...)"""
+peak_bytes, memory, received_bytes, step_time_s, and their ratios to the first row (of_...). With
+--schedule, the keys are machine, ranks, memory_bytes and schedule. The schedule has the keys
+makespan_s, bound_s, gap, step_time_s, lists with in_flight, weight_inputs and peak_bytes of each
+stage, and input (the keys schedule, step_time_s and peak_bytes of the input)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,14 +104,22 @@ def parser() -> Parser:
     add("--apply", metavar="FILE", help="write an input file with the best layout")
     text = "print the savings and cost of each memory-saving technique for INPUT.toml"
     add("--techniques", action="store_true", help=text)
+    text = "search for a pipeline schedule for the layout of INPUT.toml"
+    add("--schedule", choices=[SEARCH], help=text)
+    text = "with --schedule: write the schedule to a CSV file, for parallel.schedule = csv:FILE"
+    add("--csv", metavar="FILE", help=text)
     add("--json", action="store_true", help=_JSON)
     return parser
 
 
 def plan(options: Namespace, overrides: Sequence[str]) -> None:
-    """Search for the best layouts or, with --techniques, compare memory-saving techniques."""
+    """Search for the best layouts or a schedule, or compare memory-saving techniques."""
+    if options.csv and not options.schedule:
+        raise ValueError(f"--csv {options.csv}: add --schedule {SEARCH}")
     if options.techniques:
         _techniques(options, overrides)
+    elif options.schedule:
+        _schedule(options, overrides)
     else:
         _search(options, overrides)
 
@@ -114,8 +131,9 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     from hpc3d.predict.planning.techniques import effects
     from hpc3d.predict.simulation.simulator import load_resolved
 
-    if options.apply or options.memory or options.top:
-        raise ValueError("--techniques cannot be combined with --apply, --memory or --top")
+    if options.apply or options.memory or options.top or options.schedule:
+        others = "--apply, --memory, --top or --schedule"
+        raise ValueError(f"--techniques cannot be combined with {others}")
     machine = machine_file.load(options.machine or default_machine())
     found = [*effects(options.input, overrides, options.ranks, machine)]
     rows = [each.plain(found[0]) for each in found]
@@ -145,6 +163,44 @@ def _effect_line(row: Mapping[str, Any], first: bool) -> str:
         change = f"{changes[share]:+.1%}" if abs(changes[share]) >= _LEAST_CHANGE else ""
         line += f"{row[value] / unit:>11,.1f} {name}{change:>8}"
     return line.rstrip()
+
+
+def _schedule(options: Namespace, overrides: Sequence[str]) -> None:
+    """Search for a schedule, print its step time and peak memory, and write it to a CSV file."""
+    from hpc3d.console.small_files import naming
+    from hpc3d.pipeline.csv_schedule import to_csv
+    from hpc3d.predict.machine import machine_file
+    from hpc3d.predict.planning.planned_layouts import gigabytes
+    from hpc3d.predict.planning.planned_schedule import plan_schedule
+    from hpc3d.predict.planning.ranking import shown_layout
+
+    if options.apply or options.top:
+        raise ValueError("--schedule cannot be combined with --apply or --top")
+    machine = machine_file.load(options.machine or default_machine())
+    memory = options.memory or machine.memory_gb * 1e9
+    planned = plan_schedule(options.input, overrides, options.ranks, machine, memory)
+    found, plain = planned.found, planned.plain()
+    print(f"{counted(options.ranks, 'rank')} of {machine.name}, {gigabytes(memory)} each:")
+    print(sanitized(shown_layout(planned.config)), end="\n\n")
+    print("schedule            step    memory")
+    for name, step in ((planned.config.parallel.schedule, planned.before), (SEARCH, planned.step)):
+        seconds, peak = readable_time(step.seconds), max(step.peaks)
+        row = f"{name:<14}{seconds:>10s} {gigabytes(peak):>9s}"
+        print(sanitized(row if peak <= memory else f"{row}, does not fit"))
+    print(
+        f"\nmakespan       {readable_time(found.seconds)} (passes of a step, without reductions)"
+    )
+    print(f"lower bound    {readable_time(found.bound)}, proven gap {found.gap:.2%}")
+    print("in flight     ", *plain["in_flight"], "  (stage 0 first)")
+    print("waiting for W ", *plain["weight_inputs"])
+    if options.csv:
+        with naming(options.csv):
+            to_csv(options.csv, found.streams, found.placement)
+        key = f"parallel.schedule = csv:{options.csv}"
+        print(sanitized(f"the schedule was written to {options.csv}; to train with it, set {key}"))
+    if options.json:
+        about = {"machine": machine.name, "ranks": options.ranks, "memory_bytes": memory}
+        print(json.dumps(about | {"schedule": plain}))
 
 
 def _search(options: Namespace, overrides: Sequence[str]) -> None:

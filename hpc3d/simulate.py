@@ -19,7 +19,7 @@ from hpc3d.console.sanitize import Problems, counted, sanitized
 from hpc3d.pipeline.csv_schedule import to_csv
 from hpc3d.pipeline.draw import draw
 from hpc3d.pipeline.ideal_run import MOST_SIMULATED, TIMES, bounds_of_times, ideal_run, is_time
-from hpc3d.pipeline.schedule import SCHEDULES, find
+from hpc3d.pipeline.schedule import SCHEDULES, SEARCH
 from hpc3d.runtime.optional_packages import need
 
 _STEP = """\
@@ -45,7 +45,11 @@ The command prints a diagram, the makespan, and the pipeline bubble (cost - work
 defined in Zero Bubble (arXiv:2401.10241). For each stage, it prints the peak numbers of
 microbatches in flight and of microbatches whose weight gradient (W) is pending. In the diagram, F
 is a forward pass and B a backward pass. If the schedule splits the backward pass, B computes the
-input gradient and W the weight gradient. Lowercase letters mark passes of model chunk 1."""
+input gradient and W the weight gradient. Lowercase letters mark passes of model chunk 1.
+
+With --name search, the command searches for a schedule with one model chunk per stage for the
+given times, such that each stage has saved data of at most --memory microbatches. It prints a
+lower bound on the makespan of all such schedules, and the proven gap: makespan / bound - 1."""
 
 # Columns of the table of sections: the JSON key, the heading, the factor and the width.
 _SECTION = (
@@ -59,7 +63,8 @@ _SECTION = (
 _SCHEDULE_JSON = """\
 print one JSON object on the last line, with the keys name, stages, microbatches, chunks, steps,
 the given times, makespan [s], bubble, and lists with in_flight and weight_inputs of each stage.
-The bubble is the pipeline bubble, as a fraction"""
+The bubble is the pipeline bubble, as a fraction. With --name search, the keys bound [s] and gap
+are added"""
 
 _STEP_JSON = """\
 print one JSON object on the last line, with the keys machine, ranks, step_time_s, tokens_per_s,
@@ -225,7 +230,7 @@ def schedule_parser() -> Parser:
     """Return the command-line parser of `simulate schedule`."""
     parser = Parser("simulate schedule", _SCHEDULE)
     add = parser.add_argument
-    add("--name", required=True, help=f"schedule: {', '.join(SCHEDULES)} or csv:FILE")
+    add("--name", required=True, help=f"schedule: {', '.join(SCHEDULES)}, csv:FILE or {SEARCH}")
     add("--stages", required=True, type=_size, metavar="P", help="number of stages")
     text = "number of microbatches per step"
     add("--microbatches", required=True, type=_size, metavar="M", help=text)
@@ -238,6 +243,11 @@ def schedule_parser() -> Parser:
     add("--chunks", type=_size, metavar="V", help=text)
     text = "number of training steps, for an asynchronous schedule (default: 1)"
     add("--steps", type=_size, default=1, metavar="N", help=text)
+    text = (
+        "for --name search: maximum number of microbatches with saved data on a stage, from the "
+        "start of F to the end of W (default: no limit)"
+    )
+    add("--memory", type=_size, metavar="N", help=text)
     add("--png", metavar="FILE", help="draw the diagram as a PNG file")
     text = "write the schedule to a CSV file, which --name csv:FILE reads"
     add("--csv", metavar="FILE", help=text)
@@ -265,7 +275,8 @@ def _schedule(options):
     if options.png:
         need("--png", "matplotlib")
     sizes = options.stages, options.microbatches, options.chunks, options.steps
-    simulated = ideal_run(options.name, *sizes, {name: getattr(options, name) for name in TIMES})
+    times = {name: getattr(options, name) for name in TIMES}
+    simulated = ideal_run(options.name, *sizes, times, options.memory)
     if options.csv:
         _write_csv(options, simulated.passes, simulated.placement)
     found = simulated.found()
@@ -283,6 +294,8 @@ def _print(simulated, found):
     columns = min(99, shutil.get_terminal_size((99, 24)).columns)
     print(simulated.title, draw(simulated.rows, columns), sep="\n\n", end="\n\n")
     print(f"makespan        {found['makespan']:.6g} s")
+    if "gap" in found:
+        print(f"lower bound     {found['bound']:.6g} s, proven gap {found['gap']:.2%}")
     print(f"pipeline bubble {found['bubble']:.2%}")
     print("in flight      ", *found["in_flight"], "  (stage 0 first)")
     print("waiting for W  ", *found["weight_inputs"])
@@ -291,7 +304,8 @@ def _print(simulated, found):
 def _write_csv(options, passes, placement):
     from hpc3d.console.small_files import naming
 
-    if find(options.name).asynchronous:
+    schedule = SCHEDULES.get(options.name)
+    if schedule and schedule.asynchronous:
         raise ValueError(
             f"--csv {options.csv}: the steps of {options.name} overlap, but a CSV file "
             "contains the passes of only one step; use a synchronous schedule"

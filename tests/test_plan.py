@@ -216,6 +216,10 @@ REFUSED = {
     "--apply /no/folder/planned.toml: must be a file": ["--apply", "/no/folder/planned.toml"],
     "--apply /tmp: must be a file": ["--apply", "/tmp"],
     "64: unexpected argument": ["64"],
+    "--csv found.csv: add --schedule search": ["--csv", "found.csv"],
+    "--schedule cannot be combined with --apply": ["--schedule", "search", "--apply", "a.toml"],
+    "--techniques cannot be combined with ": ["--schedule", "search", "--techniques"],
+    "mesh.p = 1: --schedule search requires ": ["--schedule", "search"],
     "model.top_k = 9 ": ["--model.experts", "8", "--model.top_k", "9"],
     "model.top_k = 2: only valid for model.experts > 0; ": ["--model.top_k", "2"],
 }
@@ -339,3 +343,22 @@ def test_technique_that_changes_results_is_marked(capsys, tmp_path):
 def test_plan_that_fits_uses_no_technique(capsys):
     found = planned(capsys, *SMALL, *WITH, "9MB")
     assert "resort" not in found and found["layouts"][0]["peak_bytes"] <= 9e6
+
+
+def test_schedule_is_searched_for_and_written(capsys, tmp_path):
+    file = str(tmp_path / "found.csv")
+    words = ["gpt-4d-64", "--ranks", "64", "--schedule", "search", "--memory", "28MB"]
+    code, out, err = plan(capsys, *words, "--csv", file, "--json")
+    assert (code, err) == (0, "")
+    *lines, last = out.splitlines()
+    found = json.loads(last)["schedule"]
+    assert 0 <= found["gap"] == found["makespan_s"] / found["bound_s"] - 1 < 0.05
+    assert max(found["peak_bytes"]) <= 28e6 < max(found["input"]["peak_bytes"])
+    assert found["step_time_s"] > found["makespan_s"]
+    assert any(line.startswith("1f1b ") and line.endswith("does not fit") for line in lines)
+    assert lines[-1].endswith(f"set parallel.schedule = csv:{file}")
+    config = resolve(load("gpt-4d-64", ["--parallel.schedule", f"csv:{file}"]), 64)
+    machine = load_machine("h100")
+    runs = simulate(config, config.model.vocabulary, machine)
+    assert [run.peak["all"] for run in runs] == found["peak_bytes"]
+    assert step_length(runs) / 1e9 == pytest.approx(found["step_time_s"])

@@ -68,6 +68,19 @@ def test_schedule_round_trips_through_csv(capsys, tmp_path, name):
     assert second.splitlines()[1:] == first.splitlines()[1:]
 
 
+def test_searched_schedule_is_written_to_a_file_that_can_be_read(capsys, tmp_path):
+    file = tmp_path / "schedule.csv"
+    sizes = ["--stages", "2", "--microbatches", "4", "--forward", "3,1", "--comm", "0.5"]
+    words = ["--name", "search", "--memory", "2", "--csv", str(file)]
+    code, first, _ = simulate(capsys, *words, *sizes)
+    assert code == 0
+    _, second, _ = simulate(capsys, "--name", f"csv:{file}", *sizes)
+    lines = first.splitlines()
+    [proven] = [line for line in lines if line.startswith("lower bound ")]
+    assert proven.endswith(" s, proven gap 0.00%")
+    assert second.splitlines()[1:] == [line for line in lines if line != proven][1:]
+
+
 def test_schedule_figure_is_written(capsys, tmp_path):
     file = tmp_path / "schedule.png"
     code, _, _ = simulate(capsys, "--name", "pipedream", *SMALL, "--png", str(file))
@@ -153,7 +166,9 @@ def test_missing_and_invalid_options_are_rejected(capsys, words):
 def test_help_lists_all_options_without_importing_numpy():
     command = [sys.executable, "-X", "importtime", "-m", "hpc3d.simulate", "schedule", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    options = "name stages microbatches forward backward weight comm chunks steps png csv json"
+    options = (
+        "name stages microbatches forward backward weight comm chunks steps memory png csv json"
+    )
     assert all(f"--{option}" in done.stdout for option in options.split())
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not loaded & {"numpy", "matplotlib", "mpi4py", "pydantic"}

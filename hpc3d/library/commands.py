@@ -177,6 +177,7 @@ def simulate_schedule(
     microbatches: int,
     chunks: int | None = None,
     steps: int = 1,
+    memory: int | None = None,
     **times: Seconds,
 ) -> StageTimeline:
     """Simulate a pipeline schedule with ideal timing (docs/schedules.md).
@@ -187,12 +188,15 @@ def simulate_schedule(
     Parameters
     ----------
     name
-        Schedule name from `hpc3d.SCHEDULES`, or csv:FILE for a schedule in a CSV file.
+        Schedule name from `hpc3d.SCHEDULES`, csv:FILE for a schedule in a CSV file, or search to
+        search for a schedule.
     stages, microbatches
         `stages` is the number of pipeline stages, and `microbatches` is the number per step.
     chunks, steps
         `chunks` is the number of model chunks per stage (None: the schedule's default), and
         `steps` is the number of training steps (for asynchronous schedules).
+    memory
+        For a schedule search, the maximum number of microbatches with saved data on a stage.
     **times
         Seconds per microbatch and stage: `forward`, `backward` (input gradient) and `weight`
         (weight gradient), 1 by default; and `comm` (time of a message), 0 by default.  A list
@@ -211,7 +215,7 @@ def simulate_schedule(
     from hpc3d.library.stage_timeline import StageTimeline
     from hpc3d.pipeline.ideal_run import ideal_run
 
-    return StageTimeline(ideal_run(name, stages, microbatches, chunks, steps, times))
+    return StageTimeline(ideal_run(name, stages, microbatches, chunks, steps, times, memory))
 
 
 def _words(options: _Options | None) -> list[str]:

@@ -24,6 +24,8 @@ class StageTimeline:
         For each stage, the peak number of (microbatch, chunk) pairs with saved activations.
     weight_inputs : list of int
         For each stage, the peak number of (microbatch, chunk) pairs whose W pass is pending.
+    bound : float or None
+        For a schedule search, a lower bound on the makespan of all schedules [s].
     """
 
     def __init__(self, ideal: IdealRun) -> None:
@@ -33,6 +35,7 @@ class StageTimeline:
         self.bubble: float = found["bubble"]
         self.in_flight: list[int] = found["in_flight"]
         self.weight_inputs: list[int] = found["weight_inputs"]
+        self.bound: float | None = ideal.bound
 
     def timeline(self) -> Drawing:
         """Draw the timeline of all pipeline stages.

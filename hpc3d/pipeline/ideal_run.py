@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.pipeline.instruction import Instruction, Placement
-from hpc3d.pipeline.schedule import find, instruction_streams
+from hpc3d.pipeline.schedule import DEFAULT, SCHEDULES, SEARCH, find, instruction_streams
 from hpc3d.pipeline.timeline import Cost, Row, bubble, makespan, timeline
+
+if TYPE_CHECKING:
+    from hpc3d.pipeline.schedule_search import FoundSchedule
 
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "comm": 0.0}  # default times in s
 MOST_SIMULATED = 1_000_000  # maximum number of forward passes in a simulation
@@ -25,6 +28,7 @@ class IdealRun(NamedTuple):
     step.  `times` contains the times of passes and messages in seconds, in the format of the
     `ideal_run` argument.  `passes` lists the passes of each stage, `placement` maps model chunks
     to stages, and `rows` lists (start, end, instruction) for each stage, with times in seconds.
+    `bound` is a lower bound on the makespan of all schedules if the schedule was searched for.
     """
 
     name: str
@@ -36,6 +40,7 @@ class IdealRun(NamedTuple):
     passes: list[list[Instruction]]
     placement: Placement
     rows: list[Row]
+    bound: float | None = None
 
     @property
     def title(self) -> str:
@@ -50,20 +55,25 @@ class IdealRun(NamedTuple):
 
         The dict contains the simulated sizes and times, the makespan in seconds, and the bubble
         rate as defined in arXiv:2401.10241.  For each stage, it also contains the peak number of
-        microbatches in flight and the peak number of microbatches with a pending W.
+        microbatches in flight and the peak number of microbatches with a pending W.  The dict of
+        a searched schedule also contains the lower bound in seconds and the proven gap.
         """
         # This module imports NumPy, which --help does not need.
         from hpc3d.pipeline.step_model import in_flight
 
         peaks = [in_flight(stream) for stream in self.passes]
         keys = ("name", "stages", "microbatches", "chunks", "steps")
+        proven, seconds = {}, makespan(self.rows)
+        if self.bound is not None:
+            proven = {"bound": self.bound, "gap": max(0.0, seconds / self.bound - 1)}
         return {
             **{key: getattr(self, key) for key in keys},
             **self.times,
-            "makespan": makespan(self.rows),
+            "makespan": seconds,
             "bubble": bubble(self.rows),
             "in_flight": [peak.activations for peak in peaks],
             "weight_inputs": [peak.weight_inputs for peak in peaks],
+            **proven,
         }
 
 
@@ -74,26 +84,59 @@ def ideal_run(
     chunks: int | None = None,
     steps: int = 1,
     times: Mapping[str, Seconds] | None = None,
+    memory: int | None = None,
 ) -> IdealRun:
-    """Simulate a pipeline schedule.
+    """Simulate a pipeline schedule, or search for one if `name` is "search".
 
     `times` overrides the default times TIMES, in seconds.  The time of a pass is a number (the
     time per microbatch on a stage, summed over its chunks) or a list with one value per model
     chunk.  The time of a message is a number, or a list with one value per boundary between model
     chunks.  `chunks` defaults to the number that the schedule requires, or to 2 if it allows any
-    number.  Raises ValueError if the schedule does not support the sizes, a time is invalid, or
-    the simulation would have more than MOST_SIMULATED forward passes.
+    number.  In a searched schedule, a stage has saved data of at most `memory` microbatches, from
+    F to the end of W.  Raises ValueError if the schedule does not support the sizes, a time is
+    invalid, or the simulation would have more than MOST_SIMULATED forward passes.
     """
-    chunks = chunks if chunks is not None else find(name).chunks or 2
+    searched = name == SEARCH
+    if memory is not None and not searched:
+        raise ValueError(f"--memory: not supported by schedule {name}; use --name {SEARCH}")
+    if chunks is None:
+        chunks = 1 if searched else find(name).chunks or 2
     _refuse_large(stages, microbatches, chunks, steps)
     given = TIMES | dict(times or {})
     _refuse_times(given)
     cost = _costs(given, stages, chunks)
     if not any(any(each[:3]) for each in ([cost] if isinstance(cost, Cost) else cost)):
         raise ValueError("--forward, --backward and --weight are all 0; set at least one of them")
-    passes, placement = instruction_streams(name, stages, microbatches, chunks, steps)
+    bound = None
+    if searched:
+        found = _searched(stages, microbatches, chunks, steps, cost, memory)
+        passes, placement, bound = found.streams, found.placement, found.bound
+    else:
+        passes, placement = instruction_streams(name, stages, microbatches, chunks, steps)
     rows = timeline(passes, placement, cost)
-    return IdealRun(name, stages, microbatches, chunks, steps, given, passes, placement, rows)
+    return IdealRun(
+        name, stages, microbatches, chunks, steps, given, passes, placement, rows, bound
+    )
+
+
+def _searched(
+    stages: int,
+    micros: int,
+    chunks: int,
+    steps: int,
+    cost: Cost | list[Cost],
+    memory: int | None,
+) -> FoundSchedule:
+    # These modules import NumPy, which --help does not need.
+    from hpc3d.pipeline.schedule_bound import StageMemory, Workload
+    from hpc3d.pipeline.schedule_search import find_schedule
+
+    problem = SCHEDULES[DEFAULT]._replace(name=SEARCH).forbids(stages, micros, chunks)
+    if problem or steps != 1:
+        raise ValueError(problem or f"steps = {steps}: schedule {SEARCH} requires 1")
+    costs = [cost] * stages if isinstance(cost, Cost) else cost
+    limit = StageMemory(1, 1, micros if memory is None else memory)
+    return find_schedule(Workload(micros, costs, [limit] * stages))
 
 
 def _refuse_large(*sizes: int) -> None:

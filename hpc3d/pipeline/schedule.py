@@ -20,6 +20,7 @@ from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import dualpipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 
 ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"
+SEARCH = "search"  # selects a schedule search instead of a known schedule
 # Numbers of chunks per stage that layout searches try, if the schedule allows any number.
 _CHUNKS = (2, 3, 4, 6, 8)
 

@@ -69,6 +69,30 @@ chunk 1. If the first row contains only the word `turn`, the two chunks per stag
 An invalid schedule is rejected before training. The error message names the row and the column, or
 the instructions at which the stages would deadlock. To write a schedule to such a file, run
 `python -m hpc3d.simulate schedule ... --csv FILE`.
+
+## Schedule search
+
+The known schedules assume equal stages. If the pass times differ between stages, or if memory
+limits the number of microbatches in flight, search for a schedule:
+
+    python -m hpc3d.simulate schedule --name search --stages 3 --microbatches 8 --forward 2,3,1
+    python -m hpc3d.plan gpt-4d-64 --ranks 64 --schedule search --memory 40GB --csv found.csv
+
+`simulate schedule` searches for given pass times. `--memory N` sets the maximum number of
+microbatches with saved data on each stage, from the start of F to the end of W. `plan` computes
+the pass times and the saved bytes of a layout. It verifies the peak memory of the schedule in a
+simulation of the full step. `--csv` writes a custom schedule, which `train` runs.
+
+The search considers schedules with one model chunk per stage and a split backward pass. It starts
+from known schedules and list schedules, and moves single passes on the critical path (simulated
+annealing). It also computes a lower bound on the makespan of all such schedules with the same
+memory limits. The proven gap is makespan / bound - 1. A gap of 0 means that the schedule is
+optimal.
+
+The tests compare the search with an exact solver for workloads with up to 3 unequal stages and 4
+microbatches. In 2,200 random workloads, the makespan was at most 4 % above the optimum, and the
+bound at most 15 % below it. For 4 to 16 stages and up to 128 microbatches, the proven gap was at
+most 12 %.
 """
 
 

@@ -50,3 +50,9 @@ def test_simulation_accepts_times_per_stage_and_message():
 def test_rejected_schedule_raises_value_error(name, how, line):
     with pytest.raises(ValueError, match=line):
         hpc3d.simulate_schedule(name, 2, 3, **how)
+
+
+def test_search_returns_a_lower_bound():
+    found = hpc3d.simulate_schedule("search", 2, 4, memory=2, forward=[3, 1])
+    assert found.bound <= found.makespan and max(found.in_flight) <= 2
+    assert hpc3d.simulate_schedule("zb-h1", 2, 4).bound is None

@@ -14,6 +14,7 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.pipeline.gradient_buckets import UNITS_IN_FLIGHT
+from hpc3d.pipeline.schedule_bound import StageMemory
 from hpc3d.pipeline.step_model import step_model
 from hpc3d.predict.planning.pass_costs import NOTHING, Pass, StageContent
 
@@ -177,6 +178,23 @@ def stage_bytes(
     saved, passing = max(moments, key=sum)
     passes = {"activations in flight": int(saved), "the running pass": int(passing)}
     return held + Counter(passes | {"workspace": parts.workspace})
+
+
+def stage_memory(
+    sample: LayerSample, config: Config, parts: PartCosts, stage: int, memory: float
+) -> StageMemory:
+    """Return the size and the limit of the saved data on a stage with one model chunk.
+
+    The backward pass must be split. A rank has `memory` bytes.
+    """
+    (content,) = contents(config)[stage]
+    work = work_of(parts, content, True)
+    saved = max(0, work.forward.left)
+    # The saved data of a forward pass counts from the start of the pass.
+    passing = max(work.forward.peak - saved, work.backward.peak, work.weight.peak)
+    passing += parts.block * _blocks(model_of(config), stage)
+    fixed = sample.held_by(content).total() + parts.workspace + passing
+    return StageMemory(saved, max(0, saved + work.backward.left), memory - fixed)
 
 
 def _reduced(sample: LayerSample, config: Config, content: StageContent) -> tuple[float, float]:
