@@ -175,6 +175,24 @@ def test_hops_of_a_ring_are_rectangles(kind):
             assert Hop.of(pairs) == (causal if kind == "causal" else (both, both, False))
 
 
+@pytest.mark.parametrize("rings", [2, 3, 4])
+def test_causal_ring_computes_every_needed_tile_once_and_shares_them_equally(rings):
+    """With 2 r chunks, a causal mask needs r (2 r + 1) pairs of chunks, 2 r + 1 on each rank."""
+    chunk, tiles = T // (2 * rings), []
+    for here in range(rings):
+        mesh = abstract_mesh({"c": rings}, {"c": here})
+        layer = attention_of(mesh, "p", spec_of("causal", Context(T, rings), True))
+        mine = [
+            (pair.query_position // chunk, pair.key_position // chunk)
+            for pairs in layer.pairs
+            for pair in pairs
+        ]
+        assert len(mine) == 2 * rings + 1
+        tiles += mine
+    needed = [(query, key) for query in range(2 * rings) for key in range(query + 1)]
+    assert sorted(tiles) == needed
+
+
 @pytest.mark.parametrize(("kind", "u"), [("causal", 2), ("one key", 2), ("two keys", 6)])
 def test_unchunked_attention_exchanges_full_sequences(kind, u):
     """With fewer keys than ranks, some ranks share a key."""

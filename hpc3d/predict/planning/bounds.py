@@ -182,11 +182,28 @@ class Bounds:
     def shown_context(self, candidate: Candidate) -> float:
         """Return the approximate exposed communication time along axis c, in seconds.
 
-        The communication overlaps with attention, which is assumed to run at the peak rate.
+        Ring messages overlap with attention, which is assumed to run at the peak rate. The slowest
+        message of a hop determines the time of the hop.
         """
-        rate, hidden = self.machine.gemm[candidate.config.train.dtype].peak, candidate.hidden
-        busy = attention_flops(candidate.config) / rate
-        return candidate.moves.get(CONTEXT, 0.0) - min(hidden, busy)
+        config, shown = candidate.config, 0.0
+        members, heads = config.grid().ranks_along(CONTEXT, {}), config.context().heads
+        layers = config.model.layers / config.mesh.p
+        if heads > 1:
+            group = "all_to_all", 4 * layers, members[:heads]
+            shown += self._seconds(config, group, exchange_words(config))
+        if messages := 3 * layers * mean_hops(config):
+            pairs = zip(members, [*members[heads:], *members[:heads]])
+            slowest = max(pairs, key=lambda pair: self.machine.call("send", 1e6, pair))
+            ring = self._seconds(config, ("send", messages, slowest), ring_words(config))
+            busy = attention_flops(config) / self.machine.gemm[config.train.dtype].peak
+            shown += ring if self.machine.cores else max(0.0, ring - busy)
+        return shown
+
+    def _seconds(self, config, calls, elements):
+        """Return the total time of `calls`: an operation, a number of calls, and their ranks."""
+        op, times, members = calls
+        nbytes = elements * np.dtype(config.train.dtype).itemsize / times
+        return times * sum(legs(self.machine, op, nbytes, members))
 
     def moves(self, config: Config, volume: Mapping[str, float]) -> Candidate:
         """Return a Candidate for a layout with the given communication `volume` by axis.

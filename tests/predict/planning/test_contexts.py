@@ -108,6 +108,32 @@ def test_bounds_of_context_layouts_are_below_their_estimates():
         assert searched.bounds.least(each.candidate) < each.best.seconds
 
 
+SLOW = replace(CLUSTER, links=(Link(4, 2e-6, 10e9), Link(0, 10e-6, 1e9, node_bandwidth=1e9)))
+# Machine, c, KV heads, tokens, and the fastest kind of context parallelism.
+COSTS = [
+    (CLUSTER, 4, 1, 16384, ("ring", 1)),
+    (CLUSTER, 8, 8, 2048, ("both", 4)),
+    (CLUSTER, 8, 1, 16384, ("both", 2)),
+    (SLOW, 8, 8, 2048, ("all-to-all", 1)),
+    (SLOW, 8, 8, 16384, ("all-to-all", 1)),
+    (SLOW, 8, 1, 16384, ("both", 4)),
+]
+
+
+@pytest.mark.parametrize(("machine", "c", "kv_heads", "tokens", "expected"), COSTS)
+def test_kind_of_context_parallelism_is_chosen_by_cost(machine, c, kv_heads, tokens, expected):
+    """A ring between nodes is slow, also if the first two ranks of the ring share a node."""
+    line = f"{LONG} model.heads=8 model.kv_heads={kv_heads} model.sequence={tokens} c={c}"
+    searched, shown, seconds = Search(config_of(line), c, 256, machine, 16 * GB), {}, {}
+    for context, ulysses in contexts.contexts(c):
+        config = settled(f"{line} context={context} ulysses={ulysses}", c)
+        kind = context, ulysses
+        shown[kind] = searched.bounds.shown_context(searched.bounds.candidate(config))
+        seconds[kind] = searched.estimator.estimate(config).seconds
+    assert min(shown, key=shown.get) == expected
+    assert seconds[expected] <= 1.06 * min(seconds.values())
+
+
 def test_bound_ignores_ring_messages_hidden_by_attention():
     """Tests messages as long as the work of a rank, and four fifths of them."""
     machine = replace(CLUSTER, links=(Link(0, 1e-6, 5e9),))
