@@ -182,21 +182,19 @@ def simulate_schedule(
 ) -> StageTimeline:
     """Simulate a pipeline schedule with ideal timing (docs/schedules.md).
 
-    A pass starts when the previous pass of its stage has ended and its input has arrived. Messages
-    do not contend for bandwidth.
+    A pass starts when the previous pass of its stage has ended and its input has arrived.
 
     Parameters
     ----------
     name
-        Schedule name from `hpc3d.SCHEDULES`, csv:FILE for a schedule in a CSV file, or search to
-        search for a schedule.
+        Schedule name from `hpc3d.SCHEDULES`, csv:FILE for a CSV file, or search for a search.
     stages, microbatches
-        `stages` is the number of pipeline stages, and `microbatches` is the number per step.
+        Number of pipeline stages, and of microbatches per step.
     chunks, steps
-        `chunks` is the number of model chunks per stage (None: the schedule's default), and
-        `steps` is the number of training steps (for asynchronous schedules).
+        Number of model chunks per stage (None: the schedule's default), and of training steps
+        (for asynchronous schedules).
     memory
-        For a schedule search, the maximum number of microbatches with saved data on a stage.
+        For a search, the maximum number of microbatches with saved data on a stage.
     **times
         Seconds per microbatch and stage: `forward`, `backward` (input gradient) and `weight`
         (weight gradient), 1 by default; and `comm` (time of a message), 0 by default.  A list

@@ -30,7 +30,7 @@ _SPLIT = "zb-h1"  # schedule whose passes are those of a searched schedule
 _ATTEMPTS = 4  # maximum number of searches until the simulated peak fits in memory
 
 
-class PlannedStep(NamedTuple):
+class ScheduledStep(NamedTuple):
     """Simulated training step with one schedule.
 
     `seconds` is the step time, and `peaks` lists the peak memory of each stage in bytes per rank.
@@ -48,8 +48,8 @@ class PlannedSchedule(NamedTuple):
 
     config: Config
     found: FoundSchedule
-    step: PlannedStep
-    before: PlannedStep
+    step: ScheduledStep
+    before: ScheduledStep
 
     def plain(self) -> dict[str, Any]:
         """Return a JSON-serializable dict for `--json`."""
@@ -144,9 +144,9 @@ def _refusal(stage: int, nbytes: float, memory: float) -> str:
     )
 
 
-def _step(config: Config, machine: Machine) -> PlannedStep:
+def _step(config: Config, machine: Machine) -> ScheduledStep:
     assert config.model.vocabulary
     runs = simulate(config, config.model.vocabulary, machine)
-    return PlannedStep(
+    return ScheduledStep(
         summary(runs, config, machine)["step_time_s"], [run.peak["all"] for run in runs]
     )
