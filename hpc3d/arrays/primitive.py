@@ -10,6 +10,7 @@ A rule is the implementation of a primitive for one type of array:
     def _(gpu, h, out): ...                 CUDA kernels and matrix products
     @gelu_tanh.narrow
     def _(h, out): ...                      NumPy on 16-bit floats (hpc3d.arrays.narrow)
+    gelu_tanh.states("mn mn")               dimensions of the arrays, to check layouts (`states`)
 
 The type of the first argument selects the rule.  All rules are defined together, as in JAX,
 where a primitive has an implementation, an abstract evaluation and a lowering.
@@ -40,6 +41,7 @@ class Primitive:
         self.numpy, self.abstract_rule = numpy, abstract_rule
         self.cuda_rule: _Rule | None = None
         self.narrow_rule: _Rule | None = None
+        self.notation = "", "", True  # the arguments of `states`
         self.registered: dict[type, _Rule] = {}
         self.chosen: dict[type, _Rule] = {}
         update_wrapper(self, numpy)
@@ -57,6 +59,24 @@ class Primitive:
     def abstract(self, rule: _Rule) -> _Rule:
         self.abstract_rule = rule
         return rule
+
+    def states(self, notation: str = "", linear: str = "", sums: bool = True) -> None:
+        """State the dimensions of operands and results, for hpc3d.predict.proof.
+
+        Parameters
+        ----------
+        notation
+            Index notation of the array arguments, in order, and of the results, such as
+            "mn n -> m". The default describes an elementwise or row-wise function. The symbol "?"
+            stands for an array whose dimensions are not tracked, and "." for such a dimension.
+        linear
+            "sum" or "product" if the primitive may be applied to the terms of a sum that other
+            ranks compute.
+        sums
+            False if dimensions that are missing in a result are not summed, but, for example,
+            maximized.
+        """
+        self.notation = notation, linear, sums
 
     def cuda(self, rule: _Rule) -> _Rule:
         self.cuda_rule = rule

@@ -64,6 +64,7 @@ def row_max(logits: Array, columns: int) -> Array:
 
 
 row_max.narrow(row_max.numpy)
+row_max.states("mn -> m", sums=False)
 
 
 @row_max.abstract
@@ -115,6 +116,9 @@ def _(logits, top, index):
 
     in_float32(block, logits)
     return sums, _targets(logits, index)
+
+
+local_sums.states("mn m m -> .m")
 
 
 @local_sums.abstract

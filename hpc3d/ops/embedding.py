@@ -25,6 +25,7 @@ def gather_rows(table: Array, index: Array) -> Array:
 
 
 gather_rows.narrow(gather_rows.numpy)
+gather_rows.states("vn m?v -> mn")
 
 
 @gather_rows.abstract
@@ -65,6 +66,9 @@ def scatter_rows(dy: Array, index: Array, order: Array, shape: Sequence[int]) ->
     for row, (start, stop) in zip(rows, pairwise([*starts, len(order)]), strict=True):
         np.add.reduce(ordered[start:stop], out=total[row])
     return total
+
+
+scatter_rows.states("mn ? ? -> vn", linear="product")
 
 
 @scatter_rows.abstract

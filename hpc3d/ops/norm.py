@@ -151,6 +151,7 @@ def moments(x: Array) -> Array:
 
 
 moments.narrow(moments.numpy)
+moments.states("mn -> .m", sums=False)
 
 
 @moments.abstract
@@ -178,6 +179,7 @@ def row_squares(x: Array) -> Array:
 
 
 row_squares.narrow(row_squares.numpy)
+row_squares.states("mn -> m")
 
 
 @row_squares.abstract
@@ -252,6 +254,7 @@ def _(x, mean, rstd, gamma, beta, n, y):
 
 
 normalise.abstract(lambda x, mean, rstd, gamma, beta, n, y: (n, y))
+normalise.states("mn m m n n mn mn")
 
 
 @normalise.cuda
@@ -290,6 +293,7 @@ def normalise_sums(
 
 
 normalise_sums.narrow(normalise_sums.numpy)
+normalise_sums.states("mn mn n -> .m n n")
 
 
 @normalise_sums.abstract
@@ -361,6 +365,7 @@ def _(n, rstd, dy, gamma, means, residual, dx):
 
 
 normalise_grad.abstract(lambda n, rstd, dy, gamma, means, residual, dx: dx)
+normalise_grad.states("mn m mn n .m mn mn")
 
 
 @normalise_grad.cuda

@@ -113,6 +113,7 @@ def accumulate(grad: Array, dw: Array) -> None:
 
 
 accumulate.abstract(lambda grad, dw: None)
+accumulate.states(linear="sum")
 
 
 @accumulate.cuda

@@ -94,6 +94,9 @@ def route(logits: Array, top_k: int, bias: Array | None = None) -> Routes:
     return Routes(experts, weights, probs, top + np.log(sums))
 
 
+route.states("mE E -> mk mk mE m")
+
+
 @route.abstract
 def _(logits, top_k, bias=None):
     rows, count = logits.shape
@@ -236,6 +239,7 @@ def add_excess(grad: Array, choices: Array) -> None:
 
 
 add_excess.abstract(lambda grad, choices: None)
+add_excess.states("E mk")
 
 
 @add_excess.cuda
@@ -349,6 +353,9 @@ def combine_grad(
 
 
 combine_grad.narrow(combine_grad.numpy)
+
+
+combine_grad.states("mh mh mk mk mh -> mh mk")
 
 
 @combine_grad.abstract

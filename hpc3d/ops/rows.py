@@ -81,6 +81,7 @@ def scale_and_shift(x: Array, factor: float, offset: float, out: Array) -> Array
 
 scale_and_shift.narrow(scale_and_shift.numpy)
 scale_and_shift.abstract(lambda x, factor, offset, out: out)
+scale_and_shift.states(linear="product")
 
 
 @scale_and_shift.cuda
@@ -225,6 +226,7 @@ def add_repeated(x: Array, table: Array, first: int, out: Array) -> Array:
 
 add_repeated.narrow(add_repeated.numpy)
 add_repeated.abstract(lambda x, table, first, out: out)
+add_repeated.states(linear="sum")
 
 
 @add_repeated.cuda
@@ -245,6 +247,9 @@ def sum_repeated(dx: Array, first: int, period: int) -> Array:
     whole = np.zeros((rows, dx.shape[1]), dx.dtype)
     whole[first : first + len(dx)] = dx
     return whole.reshape(-1, period, dx.shape[1]).sum(0)
+
+
+sum_repeated.states("mn -> tn", linear="sum")
 
 
 @sum_repeated.abstract
