@@ -303,13 +303,16 @@ def checked_program(config: Config, this_machine: bool = True) -> Program:
     ------
     ValueError
         If `this_machine` is true and this machine has too little memory for the ranks that run on
-        it.
+        it, or if the layout is wrong.
     """
     from hpc3d.pipeline.program import program_of
+    from hpc3d.predict.proof.layout_proof import prove
     from hpc3d.training.footprint import refuse_what_cannot_fit
 
     if this_machine:
         refuse_what_cannot_fit(config, environment.number_in(environment.LOCAL_RANKS, default=1))
+    assert config.model.vocabulary  # set with the text
+    prove(config, config.model.vocabulary)
     return program_of(config)
 
 

@@ -571,7 +571,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Detection of corrupted data and of loss spikes."""
+    """Detection of corrupted data, loss spikes and wrong layouts."""
 
     __pydantic_config__ = STRICT
     replicas_every: Annotated[int, AtLeast(0), AtMost(INT32)] = 100
@@ -590,6 +590,9 @@ class GuardConfig:
     loss_spike_sigma: Annotated[float, AtLeast(0), LessThan(inf)] = 6.0
     """Log a warning if the loss exceeds the mean of recent losses by more than this many standard
     deviations. 0 disables the warning."""
+    layout: bool = True
+    """Before the first step, prove that the layout reduces and gathers every value exactly once
+    (hpc3d.predict.proof). The proof takes about 0.1 seconds on one rank."""
 
 
 @dataclass(frozen=True)

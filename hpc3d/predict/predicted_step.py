@@ -11,6 +11,7 @@ from hpc3d.console.small_files import new_folder
 from hpc3d.predict.assumptions import of_mixture
 from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.machine.machine_file import load
+from hpc3d.predict.proof.layout_proof import prove
 from hpc3d.predict.simulation.evaluated_batch import evaluated
 from hpc3d.predict.simulation.simulator import StageRun, load_resolved, simulate
 from hpc3d.predict.simulation.summary import summary
@@ -54,6 +55,7 @@ def predicted_step(
     """
     config = load_resolved(source, overrides, ranks, of_run)
     known = load(machine)
+    prove(config, config.model.vocabulary)
     runs = simulate(config, config.model.vocabulary, known)
     found = summary(runs, config, known)
     if config.train.eval_every:

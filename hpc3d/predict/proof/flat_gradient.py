@@ -17,13 +17,14 @@ class FlatGradient:
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters, self.dtype = parameters, parameters.wide
+        self.size = parameters.grad.size
 
     def fill(self, value: float) -> None:
         """Keep the gradients, which `Buckets.begin` sets to zero."""
 
     def __getitem__(self, part: slice) -> StatedArray:
-        shape = (part.stop - part.start,)
-        array = StatedArray(shape, self.dtype, self.parameters.mesh.pool)
+        start, stop, _ = part.indices(self.size)
+        array = StatedArray((stop - start,), self.dtype, self.parameters.mesh.pool)
         for item in self._items(part):
             array[:0].become(_flat(item.grad.states), item.grad.cell.name)
         return array
@@ -33,8 +34,9 @@ class FlatGradient:
             item.grad.cell.states = _flat(value.states)
 
     def _items(self, part: slice) -> Iterator[Parameter]:
+        start, stop, _ = part.indices(self.size)
         for item, slices in self.parameters.slices.items():
-            if slices.grad.start < part.stop and part.start < slices.grad.stop:
+            if slices.grad.start < stop and start < slices.grad.stop:
                 yield item
 
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import Microbatch
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def prove(config: Config, vocabulary: int) -> None:
-    """Prove that the layout of a resolved `config` is correct.
+    """Prove that the layout of a resolved `config` is correct, unless `guard.layout` is false.
 
     Raises
     ------
@@ -50,7 +51,7 @@ def prove(config: Config, vocabulary: int) -> None:
     config = replace(config, parallel=replace(config.parallel, offload=()))
     sizes = {**config.sizes(), "p": 1}
     axes = [axis for axis, size in sizes.items() if size > 1]
-    if not axes:
+    if not (axes and config.guard.layout):
         return
     program = partial(_Program, config, vocabulary, sizes)
     first = program({})
@@ -125,7 +126,7 @@ class _Program:
     def _where(self) -> str:
         trace = self.mesh.trace
         layer = f"layer {trace.layer}, " if trace.layer >= 0 else ""
-        return f"{layer}{trace.part}, {trace.phase}"
+        return f"guard.layout: {layer}{trace.part}, {trace.phase}"
 
     def _states(self, layout: Layout) -> States:
         """Return the states of a block in a layout."""
@@ -161,10 +162,12 @@ class _Program:
         return self.check.recorded
 
     def _microbatch(self) -> Microbatch:
-        """Return a microbatch of different tokens, which shows the tokens that ranks select."""
+        """Return a microbatch whose sequences and chunks of sequences all differ."""
         train, context = self.config.train, self.spec.context
-        count = -(-train.batch // self.config.parallel.microbatches)
-        tokens = context.cut(np.arange(count * context.length).reshape(count, -1))
+        count, few = -(-train.batch // self.config.parallel.microbatches), 2 * self.mesh.ranks
+        count = count if count % few else few  # fewer tokens, sharded in the same way
+        numbers = np.arange(count + context.length - 1)
+        tokens = context.cut(sliding_window_view(numbers, context.length))
         return Microbatch(0, 0, tokens, tokens, 1.0, self._host_value)
 
     def _host_value(self, micro: Microbatch, name: str, make: Any) -> Any:
@@ -179,15 +182,20 @@ class _Program:
         """Check that a block has the layout of X, and set its states, which are now known."""
         if isinstance(x, StatedArray):
             states = self._states(self.spec.splits["dense"].x)
-            self._compare(f"the {name} ({x.cell.name})", x.states, states)
+            self._compare(f"the {name} ({x.cell.name})", x.states, states, "the layout of X")
             x.cell.states = None
             x.become(states, f"{name} of a layer")
 
-    def _compare(self, name: str, states: States | None, expected: States) -> None:
+    def _compare(
+        self, name: str, states: States | None, expected: States, declaration: str
+    ) -> None:
         for axis in () if states is None else sorted({*states, *expected}):
             found, wanted = (named(each.get(axis)) for each in (states, expected))
             if found != wanted:
-                self.check.refuse(f"{name} is {found} along axis {axis}; it must be {wanted}")
+                self.check.refuse(
+                    f"{name} is {found} along axis {axis}, but {declaration} declares that it is "
+                    f"{wanted}"
+                )
 
     def _check_saved(self, saved: Any) -> None:
         for array in saved_arrays(saved):
@@ -210,7 +218,7 @@ class _Program:
         }
         partial = [axis for group in item.partial for axis in group.split()]
         expected |= {axis: PARTIAL for axis in partial if self.mesh.size(axis) > 1}
-        self._compare(f"the {grad.cell.name}", states, expected)
+        self._compare(f"the {grad.cell.name}", states, expected, "Parameters.add")
         grad.cell.states = states
 
     def reductions(self) -> None:

@@ -157,7 +157,7 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
             yield from _leaves(value)
 
 
-def stated(primitive: Primitive) -> Callable[..., Any]:
+def _stated(primitive: Primitive) -> Callable[..., Any]:
     """Return the implementation of a primitive for arrays with states."""
     rule = counted(primitive)
     if primitive.abstract_rule is primitive.numpy:
@@ -176,4 +176,4 @@ def saved_arrays(saved: Any) -> list[StatedArray]:
     return [each for each in _leaves([saved]) if isinstance(each, StatedArray)]
 
 
-add_backend(StatedArray, stated)
+add_backend(StatedArray, _stated)

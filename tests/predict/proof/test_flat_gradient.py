@@ -26,6 +26,7 @@ def test_a_slice_has_the_states_of_its_gradients():
     flat, _ = gradients({"d": PARTIAL, "x": PARTS}, {"d": PARTIAL})
     assert flat[slice(0, 6)].states == {"d": PARTIAL, "x": 0}
     assert flat[slice(6, 12)].states == flat[slice(6, 7)].states == {"d": PARTIAL}
+    assert flat[:0].shape == (0,)
 
 
 def test_a_reduced_slice_sets_the_states_of_its_gradients():
