@@ -1,10 +1,14 @@
 """Proofs of layouts: valid layouts pass, and planted faults are found without running a step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from hpc3d import train
 from hpc3d.comm.communicator import Communicator, ready
 from hpc3d.config import package_data
+from hpc3d.config.input_file import GuardConfig
 from hpc3d.model import gpt2, layers, loss, microbatch
 from hpc3d.model.core_attention import HeadBlock
 from hpc3d.model.experts import ExpertMixture
@@ -12,6 +16,7 @@ from hpc3d.model.layers import Dropout, Embedding, LayerNorm, RMSNorm
 from hpc3d.model.parameters import Parameters
 from hpc3d.ops.gelu import gelu_tanh
 from hpc3d.pipeline.gradient_buckets import GradientBucket
+from hpc3d.predict.predicted_step import predicted_step
 from hpc3d.predict.proof.layout_proof import prove
 from hpc3d.predict.proof.stated_mesh import StatedCommunicator
 from hpc3d.predict.simulation.simulator import load_resolved
@@ -401,3 +406,24 @@ def test_planted_faults_are_found(monkeypatch, name):
     plant(monkeypatch)
     with pytest.raises(ValueError, match="axis"):
         proof_of(mix)
+
+
+def test_a_wrong_declaration_is_named(monkeypatch):
+    mix, plant = FAULTS["bias, data axis missing"]
+    plant(monkeypatch)
+    message = "the gradient of layers.3.up.bias is a partial sum along axis d, but Parameters.add"
+    with pytest.raises(ValueError, match=message):
+        proof_of(mix)
+
+
+def test_commands_prove_the_layout_unless_it_is_disabled(monkeypatch):
+    _, plant = FAULTS["bias before the reduction"]
+    plant(monkeypatch)
+    words = ["--mesh.x", "2", "--mesh.y", "1", "--mesh.z", "1", "--parallel.scheme", "1d"]
+    message = "^guard.layout: embedding, forward pass: add.gather_rows.: adds a partial sum"
+    with pytest.raises(ValueError, match=message):
+        predicted_step(None, words, "h100")
+    config = load_resolved(None, words)
+    with pytest.raises(ValueError, match=message):
+        train.checked_program(config, this_machine=False)
+    train.checked_program(replace(config, guard=GuardConfig(layout=False)), this_machine=False)
