@@ -1,5 +1,6 @@
 """Proofs of layouts: valid layouts pass, and planted faults are found without running a step."""
 
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -404,6 +405,23 @@ FAULTS = {
 def test_planted_faults_are_found(monkeypatch, name):
     mix, plant = FAULTS[name]
     plant(monkeypatch)
+    with pytest.raises(ValueError, match="axis"):
+        proof_of(mix)
+
+
+SPLITS = [
+    '{m="z",k="x",n="y",own="y"}',
+    '{m="z",n="x",k="y",replicate="z x"}',
+    '{m="x y",k="z",own="x"}',
+    '{n="x y",k="z",replicate="y",own="z"}',
+]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_custom_splits_are_proved_and_their_faults_are_found(monkeypatch, split):
+    mix = f"d=2 x=2 y=2 z=2 {SMALL} zero=1 batch=96 split={shlex.quote(split)}"
+    proof_of(mix)
+    before_reduction(square)(monkeypatch)
     with pytest.raises(ValueError, match="axis"):
         proof_of(mix)
 
