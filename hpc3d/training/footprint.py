@@ -28,13 +28,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hpc3d.arrays.narrow import itemsize
+from hpc3d.comm.mesh import COPIES
 from hpc3d.console.sanitize import counted
 from hpc3d.model import families
 from hpc3d.model.families import expert_parameters, family_of
 from hpc3d.model.kept import stored_type
 from hpc3d.runtime import host_memory
 from hpc3d.training.gradient_compression import compression_spec
-from hpc3d.training.optimizers.catalog import optimizer_of
+from hpc3d.training.optimizers.catalog import states_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -79,7 +80,7 @@ def parameters(config: Config, training: bool = True) -> float:
     """Return the bytes of parameters on a rank and, in `training`, of gradients and states."""
     mesh, experts = config.mesh, expert_parameters(config.model)
     dense = families.parameters(config.model).total - experts
-    shards = (config.parallel.shard or mesh.d) * mesh.c
+    shards = (config.parallel.group or mesh.d) * mesh.c
     held = dense * _bytes_held(config, shards * mesh.e, training)
     held += experts / mesh.e * _bytes_held(config, shards, training)
     held += _residual(config) if training else 0
@@ -92,7 +93,7 @@ def _bytes_held(config: Config, shards: int, training: bool) -> float:
     ZeRO splits the data that its stage covers into `shards` shards.
     """
     e, wide, zero = itemsize(config.train.dtype), _wide(config), config.parallel.zero
-    specs = optimizer_of(config).STATES
+    specs = states_of(config)
     states = sum((itemsize(spec.dtype) if spec.dtype else wide) * spec.density() for spec in specs)
     states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
@@ -109,6 +110,8 @@ def _residual(config: Config) -> float:
     The total covers all ranks that process the same tokens (one replica).
     """
     model, copies = config.model, config.mesh.replicas()
+    if config.parallel.local_steps:
+        copies = config.sizes().get(COPIES, 1)
     spec = compression_spec(config)
     least = min(model.hidden, model.heads * model.head_width)
     narrowest = least // config.mesh.tensor_ranks(), least

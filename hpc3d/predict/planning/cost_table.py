@@ -70,7 +70,7 @@ def _axes_of(mesh: MeshConfig, shard: int = 0) -> dict[str, tuple[str, int, int]
 
 def _data_axes_of(config: Config) -> tuple:
     """Return the entries of `_axes_of` for the axes of the replicas: COPIES, if used, and d."""
-    axes = _axes_of(config.mesh, config.parallel.shard)
+    axes = _axes_of(config.mesh, config.parallel.group)
     return axes.get(COPIES), axes[DATA]
 
 

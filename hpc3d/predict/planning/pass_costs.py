@@ -35,7 +35,7 @@ from hpc3d.predict.simulation.simulated_clock import (
 )
 from hpc3d.training.gradient_compression import GradientCompression, compression_of
 from hpc3d.training.graphed_step import captured
-from hpc3d.training.optimizers.catalog import optimizer_of
+from hpc3d.training.optimizers.catalog import optimizer_for, optimizer_of
 from hpc3d.training.trainer import parameters_of, spec_of
 
 if TYPE_CHECKING:
@@ -325,11 +325,11 @@ class LayerSample:
     def built(self, parts: Sequence[LayerRange]) -> tuple[Parameters, Any, list[PipelineStage]]:
         """Build sections of the model; return their parameters, the optimizer and the stages."""
         config = self.config
-        kind, parameters = optimizer_of(config), parameters_of(self.mesh, config)
+        parameters = parameters_of(self.mesh, config)
         stages = build(self.mesh, parameters, self.spec, parts)
         with_most_scores(stages)
         parameters.allocate(config.seed)
-        return parameters, kind(parameters, 0.0, **config.train.constants()), stages
+        return parameters, optimizer_for(config, parameters), stages
 
     @contextmanager
     def graphed(self) -> Iterator[None]:
