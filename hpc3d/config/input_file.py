@@ -705,6 +705,11 @@ class Config:
             splits = {kind: each.over("c", zero, outermost=True) for kind, each in splits.items()}
         return splits
 
+    @property
+    def workers(self) -> int:
+        """Number of workers with local updates; 1 if gradients are reduced over all replicas."""
+        return self.mesh.d // self.parallel.group if self.parallel.local_steps else 1
+
     def keep(self) -> str:
         """Return the gathered GEMM operands to save for the backward pass: "xw", "x" or "" (none).
 

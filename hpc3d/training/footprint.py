@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hpc3d.arrays.narrow import itemsize
-from hpc3d.comm.mesh import COPIES
 from hpc3d.console.sanitize import counted
 from hpc3d.model import families
 from hpc3d.model.families import expert_parameters, family_of
@@ -109,9 +108,8 @@ def _residual(config: Config) -> float:
 
     The total covers all ranks that process the same tokens (one replica).
     """
-    model, copies = config.model, config.mesh.replicas()
-    if config.parallel.local_steps:
-        copies = config.sizes().get(COPIES, 1)
+    model, local = config.model, config.parallel.local_steps
+    copies = config.workers if local else config.mesh.replicas()
     spec = compression_spec(config)
     least = min(model.hidden, model.heads * model.head_width)
     narrowest = least // config.mesh.tensor_ranks(), least

@@ -243,10 +243,11 @@ def _local_lines(config: Config) -> Iterator[str]:
     """Yield a log line about the workers, if the run has local updates."""
     parallel = config.parallel
     if parallel.local_steps:
-        workers = counted(config.mesh.d // parallel.group, "worker")
+        workers, often = counted(config.workers, "worker"), f"every {parallel.local_steps} steps"
+        often = often if parallel.local_steps > 1 else "every step"
         rates = f"outer learning rate {parallel.outer_learning_rate:g}"
         rates += f", Nesterov momentum {parallel.outer_momentum:g}" * (parallel.outer_momentum > 0)
-        yield f"local updates: {workers}, averaged every {parallel.local_steps} steps; {rates}"
+        yield f"local updates: {workers}, which agree {often}; {rates}"
 
 
 def offload_lines(config: Config) -> Iterator[str]:

@@ -77,7 +77,7 @@ class Trainer:
     ) -> None:
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
         local = config.parallel.local_steps > 0
-        self.workers, self.worker = (mesh.size(COPIES), mesh.coord(COPIES)) if local else (1, 0)
+        self.workers, self.worker = config.workers, mesh.coord(COPIES) if local else 0
         program = program or program_of(config)
         self.parameters = parameters_of(mesh, config)
         self.vocabulary, self.tokens = vocabulary, train.batch * config.model.sequence

@@ -62,6 +62,7 @@ REDUCED = {
     r"train moe-gshard-64": f"-np 4 --mesh.d 1 --mesh.e 2 --mesh.x 1 --mesh.z 1 {SHORT}",
     r"train moe-text": f"{SAVED} --data.validation 0.005",
     r"train gpt-text": SAVED,
+    r"train gpt-local": f"{SHORT} --train.eval_every 1 --data.validation 0.005",
     r"train --resume \S+( --train.steps 40|$)": "-np 6 --train.steps 4",
     r"data\.md .*train --resume ": f"-np 2 --mesh.d 2 --train.batch 8 {SAVED}",
     r"--model.vocabulary 50304": "-np 2 --mesh.y 1 --mesh.z 1 --train.steps 1 --train.batch 2",

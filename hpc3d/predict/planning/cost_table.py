@@ -52,6 +52,8 @@ def _key_of(cost: str, config: Config, **values: Any) -> tuple:
         parallel.compression_rank,
         parallel.compression_share,
         parallel.reduce_dtype,
+        parallel.local_steps,
+        parallel.outer_momentum > 0,
         parallel.prefetch,
         parallel.chunked_products,
         *values.items(),

@@ -36,6 +36,7 @@ from hpc3d.predict.simulation.simulated_clock import (
 from hpc3d.training.gradient_compression import GradientCompression, compression_of
 from hpc3d.training.graphed_step import captured
 from hpc3d.training.optimizers.catalog import optimizer_for, optimizer_of
+from hpc3d.training.optimizers.outer import OuterOptimizer
 from hpc3d.training.trainer import parameters_of, spec_of
 
 if TYPE_CHECKING:
@@ -437,6 +438,7 @@ class LayerSample:
     def update(self, times: float, most: float, layers: int) -> tuple[Pass, Pass]:
         """Return the cost of the gradient reductions and the cost of the optimizer update.
 
+        With local updates, the update includes the mean cost of the agreements per step.
         Both costs are extrapolated from the measured layers by the factor `times`, with gradient
         buckets of at most `most` bytes. As an exception, the matrix products in the update are
         extrapolated to `layers` layers.
@@ -458,7 +460,16 @@ class LayerSample:
 
         with self.clock.repeated(times / together, most, layers / (together * every)):
             _, rest = self.measured(update)
-        return sums, rest
+        return sums, rest + self._agreement(times, most)
+
+    def _agreement(self, times: float, most: float) -> Pass:
+        """Return the mean cost per step of the agreements of workers with local updates."""
+        every, (parameters, optimizer, compression) = self.config.parallel.local_steps, self.layer
+        if not every:
+            return NOTHING
+        outer = OuterOptimizer(self.config, optimizer, Buckets(parameters, most, compression))
+        with self.clock.repeated(times, most):
+            return self.measured(outer.agree)[1] * (1 / every)
 
 
 class StageContent(NamedTuple):

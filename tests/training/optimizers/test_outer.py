@@ -12,6 +12,7 @@ from hpc3d.comm.threads import run
 from hpc3d.config.input_file import CheckpointConfig
 from hpc3d.config.load import to_toml
 from hpc3d.ops.cross_entropy import IGNORE
+from hpc3d.predict.simulation.count import every_rank
 from hpc3d.training.optimizers.outer import agrees_after
 from hpc3d.training.trainer import Trainer
 from tests.checkpoints.killed_runs import ThreadJob
@@ -144,6 +145,22 @@ def test_lossless_compression_of_outer_gradients_changes_nothing(words):
     (expected, *_) = run(plain.sizes(), lambda mesh: train(mesh, plain))
     for found in run(config.sizes(), lambda mesh: train(mesh, config)):
         np.testing.assert_allclose(found.totals, expected.totals, rtol=1e-8)
+
+
+@pytest.mark.parametrize("line", ["d=2", "d=4", "d=4 shard=2 zero=1"])
+def test_bytes_and_memory_of_an_agreement(line):
+    """Ranks receive 2 (1 - 1/W) times their shards of the parameters, and store them once more
+    for each outer state."""
+    local = config_of(f"schedule=none steps=4 local_steps=2 {line} {DILOCO}")
+    other = config_of(f"schedule=none steps=4 local_steps=3 {line} outer_learning_rate=0.5")
+    held = [every_rank(config, 29) for config in (local, other)]
+    workers = local.workers
+    for agreeing, without in zip(*held, strict=True):
+        shards = (agreeing.peak["optimizer"] - without.peak["optimizer"]) // 8
+        moved = {key[:2]: nbytes for key, (_, nbytes) in agreeing.moved().items()}
+        assert moved["r", "all_reduce"] == 2 * (workers - 1) * shards * 8 // workers
+        assert all(axis != "r" for axis, *_ in without.moved())
+        assert agreeing.peak["optimizer"] == 4 * shards * 8  # two moments of AdamW, two outer ones
 
 
 # Steps that are skipped, and checkpoints
