@@ -379,9 +379,10 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
         exact = checkpoint.exact(item.name)
         value, *states = _own_elements(item, parameters, optimizer)
         whole = value._replace(elements=parameters.flat(item)[slices.value], first=0)
-        kept = checkpoint.sources.keys()
         states = [
-            each for each in states if each.kind not in _OUTER or (item.name, each.kind) in kept
+            each
+            for each in states
+            if each.kind not in _OUTER or (item.name, each.kind) in checkpoint.sources
         ]
         states = _fill_moved_blocks(checkpoint, item, states)
         for own in (whole, *states):
