@@ -1,4 +1,4 @@
-# make setup       install hpc3d in .venv, and an MPI if no mpirun is on PATH
+# make setup       install hpc3d in .venv, and an MPI if PATH has no mpirun of the system
 # make train       train the model of INPUT on NP=64 ranks
 # make test        run the quick tests: 3 to 5 minutes on 2 cores
 # make test-slow   run the other tests of DAY (0 to 6, all; default: today), and test-mpi
@@ -28,8 +28,10 @@ LAUNCH ?= mpirun
 EVERY  ?= 1
 RUN    ?= $(patsubst %/trace,%,$(firstword $(shell ls -td results/*/trace 2>/dev/null)))
 
-# A cluster's own MPI supports its network, so it takes precedence over the wheel.
-SITE_MPIRUN := $(filter-out $(CURDIR)/.venv/%,$(shell command -v mpirun 2>/dev/null))
+# A cluster's own MPI supports its network, so it takes precedence over the wheel. The mpirun of
+# another Python environment does not, because mpi4py in .venv does not load its library.
+MPIRUN      := $(shell command -v mpirun 2>/dev/null)
+SITE_MPIRUN := $(if $(wildcard $(addprefix $(dir $(MPIRUN))../,pyvenv.cfg conda-meta)),,$(MPIRUN))
 MPI_EXTRA   := $(if $(SITE_MPIRUN),,[mpi])
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)

@@ -24,6 +24,7 @@ from hpc3d.console.command_line import Parser, complain, run, split_options
 from hpc3d.console.exit_codes import CHECK_FAILED
 from hpc3d.console.sanitize import counted, sanitized
 
+_DTYPES = "float32", "bfloat16", "float16"
 _EXITS = (
     "exit codes: 0 success, 2 invalid input, 3 verify found damage (explained on standard error)"
 )
@@ -57,12 +58,11 @@ def parser() -> Parser:
     def verb(name, work, text, source="RUN_DIR|CHECKPOINT", output=None, **how):
         one = verbs.add_parser(name, help=text, description=text, epilog=_EXITS, **how)
         one.set_defaults(work=work)
-        one.add_argument("source", type=Path, metavar=source, help="run, checkpoint or model")
+        add = one.add_argument
+        add("source", type=Path, metavar=source, help="run, checkpoint or model")
         if output:
-            text = "folder or file to write"
-            one.add_argument("-o", "--output", type=Path, required=True, metavar=output, help=text)
-        text = "print one JSON object on the last line"
-        one.add_argument("--json", action="store_true", help=text)
+            add("-o", "--output", required=True, type=Path, metavar=output, help="output path")
+        add("--json", action="store_true", help="print one JSON object on the last line")
         return one
 
     verb("show", show, "print the step, the layout, the tensors and the size of checkpoints")
@@ -76,6 +76,7 @@ def parser() -> Parser:
     )
     out = verb("export", export, text, output=files)
     out.add_argument("--force", action="store_true", help="replace an existing export")
+    out.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: unchanged)")
     text = (
         "create a run from a Hugging Face Transformers model of a family in docs/hugging-face.md. "
         "`train --resume RUN_DIR` then trains it on any layout. Configuration keys, such as "
@@ -178,7 +179,7 @@ def export(options: Namespace, _: Sequence[str]) -> dict[str, Any]:
     complain("checkpoint", wrong)
     special = run_tokenizer.special_ids(opened.folder)
     earlier = hf_export.earlier_files(options.output)
-    arrays = hf_export.export(opened, options.output, special)
+    arrays = hf_export.export(opened, options.output, special, options.dtype)
     alone = options.output.suffix == ".safetensors"
     module = "module" in opened.header
     files = [] if alone else run_tokenizer.export(opened.folder, options.output)
@@ -209,16 +210,17 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     """Create a run from the weights of a Hugging Face Transformers model."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured
-    from hpc3d.checkpoints.run_text import located
+    from hpc3d.checkpoints.run_text import located, refuse_unreadable
     from hpc3d.checkpoints.run_tokenizer import refuse_unfit, take_along
 
     pretrained = Pretrained(options.source, options.allow_nonfinite)
     config = located(configured(pretrained, settings))
+    refuse_unreadable(config)
     refuse_unfit(options.source, config.model.vocabulary)
     shapes = new_run.begin(options.output, config, pretrained.parameter)
     known = take_along(options.source, options.output)
-    count = sum(map(prod, shapes.values()))
-    print(sanitized(f"{options.source}: {count:,} parameters in {len(shapes)} tensors"))
+    count, tensors = sum(map(prod, shapes.values())), len(pretrained.locations)
+    print(sanitized(f"{options.source}: {count:,} parameters in {tensors} tensors"))
     if config.model.sequence < pretrained.model["sequence"]:
         positions = f"model.sequence = {config.model.sequence}"
         print(f"{positions}, of the {pretrained.model['sequence']} positions of this model")
@@ -231,7 +233,7 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     further = {"--checkpoint.every": " --checkpoint.every 100", "--data.path": text}
     how = "".join(words for key, words in further.items() if key not in given)
     print(sanitized(f"mpirun -np N python -m hpc3d.train --resume {options.output}{how}"))
-    return {"run": str(options.output), "parameters": count, "tensors": len(shapes)}
+    return {"run": str(options.output), "parameters": count, "tensors": tensors}
 
 
 if __name__ == "__main__":

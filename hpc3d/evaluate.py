@@ -105,7 +105,12 @@ def _prepare(job: Job, words: Sequence[str], texts: ExitStack) -> _OpenedTexts:
     from hpc3d.training.footprint import refuse_what_cannot_fit
 
     ours, settings = split_options(words)
-    options = parser().parse_args(ours)
+    command = parser()
+    options, others = command.parse_known_args(ours)
+    if others:
+        command.error(
+            f"unrecognized arguments: {' '.join(others)}; specify one model, and texts by --data"
+        )
     path, model = options.model, ["model."] * is_published(options.model)
     refuse_others("evaluate", settings, (*ACCEPTED, *model))
     found = find_weights("evaluate", path, settings)

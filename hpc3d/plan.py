@@ -277,6 +277,7 @@ def show(
     print("         step    memory  bubble  comm.  axis  layout")
     for number, row in enumerate(best, 1):
         print(f"{number:3d}{mark}{line(row)}")
+    print("(comm.: share of the step time; axis: mesh axis with the longest waiting time)")
     if (first := best[0].config).train.backend == "cupy":
         print(f"CUDA graph of layout 1: {graph_in_words(first)}")
     if first.parallel.local_steps:
@@ -288,6 +289,7 @@ def show(
             print(f"{name}:")
             print(f"   {mark}{line(row)}{_over(row, memory)}" if row else "    none")
     print("\nWhy other layouts are slower (number of layouts, reason, best layout of the group):")
+    print("(~: estimated from the simulation of one layer, the embedding and the head)")
     for reason, count, nearest in losers:
         print(f"{count:5d} {_because(reason, nearest)}")
 

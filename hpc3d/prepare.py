@@ -92,7 +92,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     if not size:
         raise ValueError(f"{arguments.texts[0]}: the text is empty; specify another file")
     write_tokens(output, texts, tokenizer, _progress(size), arguments.field)
-    _describe(output, arguments.json, bytes=size, seconds=time.perf_counter() - start)
+    _describe(output, arguments.json, seconds=time.perf_counter() - start)
     return 0
 
 
@@ -212,7 +212,8 @@ def _describe(path: Path, as_json: bool, **results: float) -> None:
         held = {
             "file": str(path),
             "tokens": len(tokens),
-            "documents": tokens.documents,
+            "documents": tokens.documents or None,
+            "bytes": tokens.text_bytes,
             "tokenizer": kind_of(tokens.tokenizer, tokens.json),
             "vocabulary": tokens.vocabulary,
             "sha256": tokens.sha256,
@@ -223,8 +224,10 @@ def _describe(path: Path, as_json: bool, **results: float) -> None:
         print(json.dumps(held | results))
 
 
-def _readable(value: str | float) -> str:
+def _readable(value: str | float | None) -> str:
     """Format a count with thousands separators, or a time with two decimals."""
+    if value is None:
+        return "unknown"
     return value if isinstance(value, str) else f"{value:,.2f}".removesuffix(".00")
 
 

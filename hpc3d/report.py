@@ -60,6 +60,8 @@ def parser() -> Parser:
     parser = Parser("report", _DESCRIPTION)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_DIR|TRACE.h5", help="run folder or trace file")
+    text = "run with which the others are compared (default: the first run)"
+    add("--reference", type=Path, metavar="RUN_DIR|TRACE.h5", help=text)
     text = "output folder (default: RUN_DIR/report of the first run)"
     add("--out", type=Path, metavar="DIR", help=text)
     text = "write only tables (requires no packages except NumPy and h5py)"
@@ -118,8 +120,11 @@ def _report(options):
         need("a report without --tables", "matplotlib", "jinja2", "bokeh")
     if "otf2" in options.export:
         need("--export otf2", "otf2")
+    if options.reference not in (None, *options.runs):
+        raise ValueError(f"--reference {options.reference}: name one of the runs of this report")
+    runs_in_order = sorted(options.runs, key=lambda run: run != options.reference)
     with ExitStack() as stack:
-        paths = [_trace_path(path, options.merge) for path in options.runs]
+        paths = [_trace_path(path, options.merge) for path in runs_in_order]
         traces = [stack.enter_context(trace.open(path)) for path in paths]
         others, runs = 0 if options.tables else OTHERS, []
         for number, each in enumerate(traces, 1):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc3d.config.argument_types import integer, number_of_ranks, real
+from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
 from hpc3d.console.command_line import Parser, readable_time, run
 from hpc3d.console.sanitize import Problems, counted, sanitized
 from hpc3d.pipeline.csv_schedule import to_csv
@@ -88,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """Return the command-line parser of `simulate INPUT.toml`."""
-    usage = "%(prog)s INPUT.toml|RUN_DIR --machine NAME|FILE [options] [--section.key value ...]"
+    usage = "%(prog)s INPUT.toml|RUN_DIR [--machine NAME|FILE] [options] [--section.key value ...]"
     parser = Parser("simulate", _STEP, usage=usage)
     add = parser.add_argument
     add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="input file or run folder")
-    text = "name of a machine in inputs/machines, such as h100, or a machine file"
-    add("--machine", required=True, metavar="NAME|FILE", help=text)
+    text = f"machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})"
+    add("--machine", metavar="NAME|FILE", help=text)
     text = "number of ranks (default: product of the sizes in [mesh])"
     add("--ranks", type=number_of_ranks, metavar="N", help=text)
     add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace, trace.h5")
@@ -123,13 +124,14 @@ def _step(options, overrides):
     if problems:
         raise Problems(problems)
     source = folder / "config.toml" if folder else options.input
-    step = predicted_step(source, overrides, options.machine, options.ranks, bool(folder))
+    machine = options.machine or default_machine()
+    step = predicted_step(source, overrides, machine, options.ranks, bool(folder))
     kept = []
     if folder:
         kept.append(_keep_beside(folder, step.runs, step.summary))
     if options.out:
         kept.append(f"written to {step.keep(options.out)}")
-    _print_step(step.config, step.summary)
+    _print_step(step.config, step.summary, "" if options.machine else " (the default machine)")
     for line in kept:
         print(f"\n{sanitized(line)}")
     if options.json:
@@ -155,13 +157,13 @@ def _keep_beside(folder, runs, found):
     return f"the prediction was added to {trace}; to compare, run python -m hpc3d.report {folder}"
 
 
-def _print_step(config, found):
+def _print_step(config, found, chosen):
     from hpc3d.predict.assumptions import lines
     from hpc3d.predict.error_intervals import described
 
     sizes = " ".join(f"{axis}={size}" for axis, size in config.sizes().items() if size > 1)
     ranks = counted(found["ranks"], "rank")
-    print(f"{ranks} of {found['machine']}: {sizes or 'serial'}, ", end="")
+    print(f"{ranks} of {found['machine']}{chosen}: {sizes or 'serial'}, ", end="")
     print(sanitized(f"{config.parallel.way}, schedule {config.parallel.schedule}"))
     print()
     for line in lines(config):

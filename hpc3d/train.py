@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from hpc3d.config.argument_types import number_of_ranks
-from hpc3d.console.command_line import run, taken
+from hpc3d.console.command_line import positional, run, taken
 from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.runtime import environment, host_memory, launch, mpi_launcher
 
@@ -175,8 +175,8 @@ def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
     from hpc3d.training.run_loop import RunPlan
 
     run = run_to_resume(words)
-    given = words and not words[0].startswith("-")
-    path = words.pop(0) if given else None
+    path = positional(words)
+    given = path is not None
     if run:
         config = load.load(path, words) if given else config_of_run(run, words)
         ranks = ranks or config.mesh.grid().size

@@ -264,6 +264,16 @@ def test_export_can_write_a_single_file(original, tmp_path, capsys):
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
+@pytest.mark.parametrize("model", ["kind=llama ffn=48", "kind=bert ffn=48 tied=false"])
+def test_import_counts_the_tensors_of_the_export(model, tmp_path, capsys):
+    """hpc3d stores q, k and v in one tensor. BERT has duplicates of the weights of its head."""
+    folder, out = drawn_models.saved(tmp_path / "run", model), tmp_path / "out"
+    _, lines, _ = call(capsys, "export", folder, "-o", out)
+    of_export = re.search(r": (.* tensors)", lines[0]).group(1)
+    code, lines, _ = call(capsys, "import", out, "-o", tmp_path / "back")
+    assert code == 0 and lines[0] == f"{out}: {of_export}"
+
+
 def test_export_reports_that_a_mixtral_drops_no_token(tmp_path, capsys):
     mixture = "kind=llama ffn=48 e=2 microbatches=2 experts=4 top_k=2"
     folder = drawn_models.saved(tmp_path / "run", mixture)
@@ -307,6 +317,10 @@ def test_import_creates_a_run_and_prints_how_to_resume_it(original, tmp_path, ca
     call(capsys, "export", original, "-o", tmp_path / "out")
     again = tmp_path / "again"
     monkeypatch.chdir(tmp_path)
+    for key in ("path", "validation"):
+        code, _, errors = call(capsys, "import", "out", "-o", again, f"--data.{key}", "b.txt")
+        assert code == 2 and f"data.{key}: b.txt does not exist; " in errors[0]
+        assert not again.exists()
     Path("a.txt").write_text("a text")
     # settings may stand anywhere
     settings = "--train.steps", 3, "--seed=5", "--data.path", "a.txt", "--checkpoint.every=5"

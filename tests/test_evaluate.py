@@ -170,11 +170,12 @@ def test_tokenizer_of_the_run_is_required(run, tmp_path):
         (["--train.steps", "8"], "--train.steps: the trained model determines this key; "),
         (["--batches", "-1"], "argument --batches: -1: must be"),
         (["--mesh.x", "0"], "mesh.x = 0: must be at least 1"),
+        (["other"], "unrecognized arguments: other; specify one model, and texts by --data; "),
     ],
 )
 def test_invalid_options_are_rejected_with_their_key(run, more, line):
     with pytest.raises((Problems, ValueError)) as refused:
-        prepared(2, run, "--data", run / "text.txt", *more)
+        prepared(2, run, *more, "--data", run / "text.txt")
     assert line in str(refused.value)
 
 

@@ -1,5 +1,6 @@
 """Files in packaging/ match setup.cfg, and installed tools can read them."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -182,6 +183,20 @@ def test_module_file_finds_an_environment(there, tmp_path):
         assert "hpc3d init FOLDER" in done.stderr
     else:
         assert not done.stdout and "correct prefix in the module file" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("beside", "package"), [("pyvenv.cfg", ".[mpi]"), ("conda-meta", ".[mpi]"), ("lib", ".")]
+)
+def test_make_setup_installs_an_mpi_unless_the_system_has_one(beside, package, tmp_path):
+    """The library of an mpirun in another Python environment is not loaded."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpirun").touch(0o755)
+    (tmp_path / beside).touch()
+    make = ["make", "-n", "-B", ".venv/setup.stamp"]
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    said = subprocess.check_output(make, cwd=ROOT, text=True, env=os.environ | path)
+    assert re.search(rf" -e '{re.escape(package)}'$", said, re.M)
 
 
 def test_make_test_mpi_uses_the_given_launcher():

@@ -79,7 +79,9 @@ def test_best_layouts_are_listed(best):
         "2-D:",
         "cube:",
         "best cuboid:",
+        "axis: mesh axis with the longest waiting time",
         "Why other layouts are slower",
+        "~: estimated",
     ):
         assert part in text
 

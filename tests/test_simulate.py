@@ -162,8 +162,9 @@ def test_help_lists_all_options_without_importing_numpy():
 def test_run_that_has_not_been_trained_is_simulated_on_any_number_of_ranks(tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.toml").write_text("[model]\nlayers = 2\n", encoding="utf-8")
-    assert main([str(tmp_path), "--machine", "h100", "--ranks", "4"]) == 0
-    assert capsys.readouterr().out.startswith("4 ranks of ")
+    for chosen, said in ((["--machine", "h100"], ""), ([], " (the default machine)")):
+        assert main([str(tmp_path), *chosen, "--ranks", "4"]) == 0
+        assert capsys.readouterr().out.startswith(f"4 ranks of h100{said}: ")
     assert not [*tmp_path.glob("trace*")]
 
 

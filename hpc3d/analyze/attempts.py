@@ -170,7 +170,8 @@ def resumes(rows: Sequence[dict[str, Any]]) -> dict[int, str]:
     for before, row in pairwise(rows):
         found = {step: text for step, text in found.items() if step < row["first"]}
         changed = row["layout"] != before["layout"]
-        found[row["first"]] = f"resumed: {row['layout']}" if changed else "resumed"
+        text = f"attempt {row['attempt']}"
+        found[row["first"]] = f"{text}: {row['layout']}" if changed else text
     return found
 
 

@@ -221,7 +221,7 @@ def _stragglers(axes: AxisShares) -> list[str]:
     threshold = min(1.0, _LATE / axes.ranks) * total
     often = [each for each in axes.late.most_common(_NAMED) if each[1] >= threshold]
     if axes.ranks < _LATE or not often:
-        return ["no straggler"]
+        return ["no rank is often the last to arrive"]
     items = [f"rank {rank} in {count / total:.0%}" for rank, count in often]
     return [f"last to arrive: {items[0]}", *items[1:], f"of {total} calls"]
 

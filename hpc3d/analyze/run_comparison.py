@@ -229,6 +229,8 @@ def comparison_verdict(
 ) -> Iterator[str]:
     """Yield one line per group after the first: step time and losses compared with the first.
 
+    If several runs are a single group, yield a line that says so.
+
     Parameters
     ----------
     speeds
@@ -236,6 +238,8 @@ def comparison_verdict(
     runs
         Result of `comparison_rows`.
     """
+    if len(groups) == 1 < len(runs):
+        yield "; ".join(_of_one_group(groups[0], runs))
     for number, group in enumerate(groups[1:], 1):
         parts: list[str] = []
         if speeds:
@@ -247,6 +251,17 @@ def comparison_verdict(
         if parts:
             label = "" if speeds else f"{group.label}: "
             yield label + "; ".join(parts)
+
+
+def _of_one_group(group: SeedGroup, runs: Sequence[_Row]) -> Iterator[str]:
+    """Yield the reason why all runs are one group, and how far their losses agree."""
+    if len(group.seeds) > 1:
+        yield "all runs differ only in their seed, so they are one group"
+        return
+    yield "all runs have the same configuration and seed, so they are one group"
+    known = [row for row in runs[1:] if row["loss_difference"] is not None]
+    if known:
+        yield from _losses(max(known, key=lambda row: row["loss_difference"]))
 
 
 def _clause(row: _Row, first: _Row) -> str:

@@ -242,6 +242,12 @@ def _locations(files: Sequence[Weights], prefix: str) -> dict[str, tuple[Weights
 
 def _measured(entries: Mapping[str, Entry], family: PublishedFamily) -> dict[str, int]:
     sizes, block = {}, f"{family.block}."
+    if "experts" in family.measured and not any(".experts." in name for name in entries):
+        raise ValueError(
+            f"the weights contain no experts, unlike those of a {family.architecture}; if the "
+            f'model has none, set model_type to "{family.family.kind}" in {CONFIG}, and remove '
+            "its keys for experts"
+        )
     for ours, (name, dim) in family.measured.items():
         first = next(iter(fnmatch.filter(entries, name)), None)
         if first is None or len(entries[first].shape) != 2:

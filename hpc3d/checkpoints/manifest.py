@@ -65,10 +65,13 @@ def type_of(name: str) -> np.dtype:
     return np.dtype(name)
 
 
-def narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def narrowed(
+    name: str, values: np.ndarray, dtype: np.dtype, option: str = "--train.dtype"
+) -> np.ndarray:
     """Return `values` cast to `dtype`, or unchanged if the cast could not change any value.
 
-    Raises ValueError if a finite value exceeds the range of `dtype` and would become infinite.
+    Raises ValueError if a finite value exceeds the range of `dtype` and would become infinite. The
+    message names the `option` that sets `dtype`.
     """
     if np.can_cast(values.dtype, dtype):
         return values
@@ -78,7 +81,7 @@ def narrowed(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if beyond.any():
         value = values[beyond][0]
         raise ValueError(
-            f"{name}: {value:g} exceeds the range of {dtype.name}; set --train.dtype "
+            f"{name}: {value:g} exceeds the range of {dtype.name}; set {option} "
             f"{values.dtype.name}, the type of the stored values"
         )
     return found

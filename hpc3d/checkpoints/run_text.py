@@ -13,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.config.package_data import text_path
 from hpc3d.console.sanitize import counted
 from hpc3d.data.batches import USED
-from hpc3d.data.mixture import by_key
+from hpc3d.data.mixture import by_key, open_texts
 from hpc3d.data.tokenizer import ByteTokenizer, kind_of
-from hpc3d.data.validation import VALIDATION
+from hpc3d.data.validation import VALIDATION, separate_texts
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -70,6 +71,14 @@ def located(config: Config, run: Path | None = None, texts: _Texts | None = None
     if separate := data.validation_texts():
         data = replace(data, validation=all_found(VALIDATION, separate))
     return replace(config, data=data)
+
+
+def refuse_unreadable(config: Config) -> None:
+    """Raise ValueError if a training or validation text cannot be used."""
+    data = config.data
+    with open_texts([*map(text_path, data.paths())], data.ratio()) as tokens:
+        for text in separate_texts([*map(text_path, data.validation_texts())], tokens):
+            text.close()
 
 
 def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:

@@ -178,7 +178,8 @@ class ParallelConfig:
     prefetch: bool = False
     """Overlap the communication of weights with the matrix products of the same block: gather the
     weights of the next product, and reduce the weight gradient of the previous one, during the
-    current product."""
+    current product. With ZeRO, the all-gather of the updated values overlaps with the next forward
+    pass."""
     chunked_products: Annotated[
         int, AtLeast(1), AtMost(64), ValidFor("train.product_dtype", None)
     ] = 1
@@ -377,8 +378,8 @@ class DataConfig:
     """Weights of a mixture, one positive number per entry of path. [2, 1] takes 2 of every 3
     sequences from the first entry, and [0.7, 0.3] takes 7 of every 10. Default: all 1."""
     tokenizer: Literal["byte", "bpe"] | None = None
-    """byte has one token per byte value, 256 in total. bpe requires a token file that was created
-    with a BPE tokenizer. Default: the tokenizer of the token file, or byte for text files."""
+    """byte has one token per byte value, 256 in total. bpe is any other tokenizer, which a token
+    file contains. Default: the tokenizer of the token file, or byte for text files."""
     validation: Annotated[float | str | tuple[str, ...] | None, MoreThan(0), LessThan(1)] = None
     """Validation text for train.eval_every: the fraction of the training text to hold out at its
     end, such as 0.05, or a separate text in any form allowed for path. A list of separate texts

@@ -21,7 +21,7 @@ from hpc3d.config.input_file import Config
 from hpc3d.config.package_data import INPUT, find
 from hpc3d.config.wrong_values import mark_wrong
 from hpc3d.console import small_files
-from hpc3d.console.sanitize import Problems, as_written, sanitized
+from hpc3d.console.sanitize import Problems, abbreviated, as_written, sanitized
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -112,6 +112,11 @@ def _expanded(key: str, text: str) -> str:
 
 
 def read(path: Path | str) -> dict[str, Any]:
+    if Path(path).suffix == ".py":
+        raise ValueError(
+            f"{path}: input files are written in TOML, not in Python; docs/data.md explains which "
+            "keys correspond to the settings of a nanoGPT configuration"
+        )
     content = small_files.read(path, remedy="specify a readable file")
     try:
         return small_files.toml(content.decode())
@@ -136,6 +141,8 @@ def override(tree: dict[str, Any], words: Sequence[str]) -> list[str]:
             if not isinstance(table, dict):
                 raise ValueError(f"{option}: {section} is a key, not a section; remove {option}")
         value = option_value(text)
+        if name in _PATHS and isinstance(value, str) and re.fullmatch(r"\[.*\]", value):
+            raise ValueError(f"{option} {abbreviated(value)}: not a list; {_quoted(name)}")
         table[key] = _with_expanded_paths(name, value) if name in _PATHS else value
     return notices + deprecated_keys.use_new_names(tree)
 
@@ -254,8 +261,10 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{key}: unknown key; {hint(key, table=isinstance(first['input'], dict))}"
         yield from _foreign(key, first["input"])
         return
-    found = as_written(first["input"])
-    found = found if len(found) < 100 else f"{found[:100]} ..."
+    found = abbreviated(as_written(first["input"]))
+    if items := [error for error in errors if isinstance(error["loc"][-1], int)]:
+        errors, found = items, abbreviated(as_written(items[0]["input"]))
+        key = f"{key}[{items[0]['loc'][-1]}]"
     said = [error["msg"].replace("valid array", "list") for error in errors]
     if first["type"] == "dataclass_type":
         yield f"{key}: must be a table, not {found}; write its keys below a line [{key}]"
@@ -264,8 +273,13 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     also = dict.fromkeys(reason.removeprefix("input should be ") for reason in reasons[1:])
     remedy = "correct the value"
     if "list" in reasons[-1] and str(first["input"]).startswith("["):
-        remedy = f"""in a shell, put the list in single quotes: --{key} '["one", "two"]'"""
+        remedy = _quoted(key)
     yield f"{key}: {' or '.join([reasons[0], *also])}, not {found}; {remedy}"
+
+
+def _quoted(key: str) -> str:
+    """Return advice on a list from a shell, which removes the double quotes of its strings."""
+    return f"""in a shell, put the list in single quotes: --{key} '["one", "two"]'"""
 
 
 def _foreign(key: str, value: Any) -> Iterator[str]:

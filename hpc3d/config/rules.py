@@ -12,12 +12,13 @@ from hpc3d.config.constraints import invalid_keys, out_of_bounds
 from hpc3d.config.input_file import Config, DataConfig, ModelConfig, TrainConfig
 from hpc3d.config.load import flat
 from hpc3d.config.wrong_values import mark_wrong, reported
-from hpc3d.console.sanitize import counted
+from hpc3d.console.sanitize import abbreviated, counted
 from hpc3d.ops.rotary import SCALINGS, Rotation
 from hpc3d.pipeline.schedule import find
 from hpc3d.tensor.split import LOOPS, STORAGE, misplaced
 
 _MOST_WEIGHT = 1000  # limits the length of a round of a mixture
+_LEAST_CAP, _MOST_CAP = 1e-6, 1e6  # range of soft caps other than 0
 
 
 def unknown_values(config: Config) -> Iterator[str]:
@@ -30,6 +31,7 @@ def unknown_values(config: Config) -> Iterator[str]:
     rules = invalid_keys(config), _wrong_scaling(config.model), wrong_backend(config)
     yield from reported(
         *rules,
+        _wrong_caps(config.model),
         *train,
         *names,
         _wrong_weights(config.data),
@@ -96,7 +98,8 @@ def _wrong_scaling(model: ModelConfig) -> Iterator[str]:
     """Report an unknown type of RoPE scaling, and invalid parameters."""
     if model.rope_scaling is None:
         return
-    key, given = f"model.rope_scaling = {model.rope_scaling!s:.100}", {**model.rope_scaling}
+    given = {**model.rope_scaling}
+    key = f"model.rope_scaling = {abbreviated(str(given))}"
     kind = given.pop("type", "llama3")
     if kind not in SCALINGS:
         yield f"{key}: unknown type {kind!r}; use {', '.join(SCALINGS)}"
@@ -122,6 +125,15 @@ def _wrong_scaling(model: ModelConfig) -> Iterator[str]:
         yield from _wrong_limits(key, rotation, model.head_width)
 
 
+def _wrong_caps(model: ModelConfig) -> Iterator[str]:
+    """Report a soft cap at which x / cap or cap * x could leave the range of float32."""
+    for key in ("score_cap", "logit_cap"):
+        cap = getattr(model, key)
+        if cap and not _LEAST_CAP <= cap <= _MOST_CAP:
+            bounds = f"from {_LEAST_CAP:g} to {_MOST_CAP:g}, or 0 to disable the cap"
+            yield f"model.{key} = {cap}: must be {bounds}"
+
+
 def _wrong_limits(key: str, rotation: Rotation, width: int) -> Iterator[str]:
     """Report frequency limits in the wrong order, and values for which a type is undefined.
 
@@ -140,7 +152,7 @@ def _wrong_limits(key: str, rotation: Rotation, width: int) -> Iterator[str]:
         numbers = getattr(rotation, name)
         if len(numbers) != pairs or not all(0 < each < inf for each in numbers):
             what = f"{pairs} positive numbers, one for each pair of rotated features of a head"
-            yield f"{key}: {name} must have {what}, not {numbers!s:.60}"
+            yield f"{key}: {name} must have {what}, not {abbreviated(str(numbers))}"
 
 
 def _wrong_decay(train: TrainConfig) -> Iterator[str]:

@@ -155,6 +155,18 @@ def taken(words: list[str], option: str) -> str | None:
     return None
 
 
+def positional(words: list[str]) -> str | None:
+    """Remove the first argument that is neither an option `--key VALUE` nor its value.
+
+    Returns the removed argument, or `None` if `words` contains only options.
+    """
+    index = 0
+    while index < len(words) and words[index].startswith("-"):
+        lacks_value = any(word.startswith("--") for word in words[index + 1 : index + 2])
+        index += 1 if "=" in words[index] or lacks_value else 2
+    return words.pop(index) if index < len(words) else None
+
+
 def readable_time(seconds: float) -> str:
     """Format a predicted time in seconds, such as 1.234 s or 56.789 ms."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"

@@ -95,6 +95,11 @@ def file_and_reason(error: OSError) -> str:
     return f"{error.filename!s:.200}: {reason_of(error)}" if error.filename else reason_of(error)
 
 
+def abbreviated(text: str, most: int = 100) -> str:
+    """Shorten a text to `most` characters; three dots replace the rest."""
+    return text if len(text) <= most else f"{text[:most]} ..."
+
+
 def reason_of(error: OSError) -> str:
     """Return the system's error message for an OSError, or else the exception's text."""
     return error.strerror or str(error).rstrip(".")

@@ -49,7 +49,7 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
     valid tokenizer at the path.
     """
     path = Path(word)
-    remedy = f"set --tokenizer to byte, bpe, gpt2 or a {RULES} (hf download MODEL {RULES})"
+    remedy = f"set --tokenizer to byte, bpe, gpt2, a token file ({SUFFIX}) or a {RULES}"
     library()
     with reading(path, "not a readable tokenizer", remedy):
         if path.suffix == SUFFIX:

@@ -56,22 +56,22 @@ def run_training(
     ranks: int = 1,
     out: Path | str = "results",
     resume: OpenedRun | Path | str | None = None,
+    quiet: bool = False,
 ) -> OpenedRun:
     """Train a model with mpirun on this machine.
 
-    The call blocks until the run has ended.  The output is written to train.log in the run folder.
-    An interrupt (Ctrl-C, or a notebook's stop button) terminates the ranks.
+    The call prints the log of the run and blocks until it ends. Ctrl-C terminates the ranks.
 
     Parameters
     ----------
     source, options
         Same as for `predict_step`.
-    ranks
-        Number of ranks.
-    out
-        Parent folder of the new run folder.
+    ranks, out
+        Number of ranks, and parent folder of the new run folder.
     resume
         Run or run folder to resume from its last checkpoint. The layout may differ.
+    quiet
+        If true, nothing is printed; the log is only in train.log in the run folder.
 
     Returns
     -------
@@ -87,10 +87,10 @@ def run_training(
     """
     from hpc3d.library.launched_run import launched
 
-    words = [] if source is None else [str(source)]
-    run = str(getattr(resume, "folder", resume))
-    words += ["--run.out", str(out)] if resume is None else ["--resume", run]
-    return open_run(launched(ranks, words + _words(options)))
+    run = getattr(resume, "folder", resume)
+    where = ["--run.out", out] if run is None else ["--resume", run]
+    words = [str(word) for word in (source, *where) if word is not None]
+    return open_run(launched(ranks, words + _words(options), quiet=quiet))
 
 
 def predict_step(

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,10 +25,13 @@ _LEAVE = 10  # grace period in s for the ranks to exit after a signal
 _SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 
 
-def launched(ranks: int, words: list[str], launcher: Sequence[str] = ()) -> Path:
+def launched(
+    ranks: int, words: list[str], launcher: Sequence[str] = (), quiet: bool = True
+) -> Path:
     """Run `train` with command-line arguments `words` on `ranks` processes; return the run folder.
 
     The ranks are started by the command `launcher`; the default is mpirun, or none for one rank.
+    Unless `quiet` is true, the log of the run is printed while it runs.
     A run that was asked to stop early is treated as successful. Raises ValueError, with the
     messages of the command, if the command rejects the input. Raises RuntimeError, with the output
     and the exit code of the command, if training fails, for example because a rank failed or a
@@ -37,7 +41,7 @@ def launched(ranks: int, words: list[str], launcher: Sequence[str] = ()) -> Path
     command = [*start, sys.executable, "-m", "hpc3d.train", *words]
     with TemporaryDirectory(prefix="hpc3d-") as scratch:
         file = Path(scratch, "run")
-        code, err = _ended(command, {FOLDER_FILE: str(file)})
+        code, err = _ended(command, {FOLDER_FILE: str(file)}, quiet)
         folder = Path(os.fsdecode(file.read_bytes())) if file.exists() else None
     said = _SAID.findall(err)
     if code == BAD_INPUT:
@@ -48,34 +52,38 @@ def launched(ranks: int, words: list[str], launcher: Sequence[str] = ()) -> Path
     return folder
 
 
-def _ended(command: list[str], settings: dict[str, str]) -> tuple[int, str]:
+def _ended(command: list[str], settings: dict[str, str], quiet: bool) -> tuple[int, str]:
     """Run a command with additional environment variables; terminate it if interrupted.
 
-    Returns the exit code and the text of standard error.
+    Unless `quiet` is true, its standard output is printed. Returns the exit code and the text of
+    standard error.
     """
     process = subprocess.Popen(
         command,
-        env={
-            **launch_settings(),
-            **os.environ,
-            **settings,
-            "NO_COLOR": "1",  # disable the colored output that Jupyter enables
-        },
+        env=launch_settings() | os.environ | settings | {"NO_COLOR": "1"},  # Jupyter sets colors
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
         start_new_session=True,  # do not forward a notebook's SIGINT to the ranks
     )
-    try:
-        _, err = process.communicate()
-    except BaseException:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_LEAVE)
-        if process.poll() is None:
-            os.killpg(process.pid, SIGKILL)
+    with process:
+        assert process.stdout and process.stderr
+        said: list[str] = []
+        reader = threading.Thread(target=said.extend, args=[process.stderr], daemon=True)
+        reader.start()
+        try:
+            for line in process.stdout:  # a notebook's sys.stdout has no descriptor to inherit
+                if not quiet:
+                    print(line, end="", flush=True)
             process.wait()
-        raise
-    return process.returncode, err
+        except BaseException:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LEAVE)
+            if process.poll() is None:
+                os.killpg(process.pid, SIGKILL)
+            raise
+        reader.join()
+    return process.returncode, "".join(said)

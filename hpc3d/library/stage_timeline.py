@@ -43,10 +43,11 @@ class StageTimeline:
             Figure with one row per stage.
         """
         from hpc3d.analyze.metrics.pass_spans import spans
-        from hpc3d.analyze.report.gantt import gantt
+        from hpc3d.analyze.report.gantt import Panels
+        from hpc3d.analyze.report.plot_matplotlib import draw as drawn
 
         title = self._ideal.title
-        return Drawing(gantt([(title, spans(self._ideal.rows))]), title)
+        return Drawing(drawn(Panels([(title, spans(self._ideal.rows))])), title)
 
     def __repr__(self) -> str:
         return f"{self._ideal.title}\n{draw(self._ideal.rows)}"

@@ -191,6 +191,7 @@ class Parameters:
     "parameters", the matrices of Transformer blocks are stored in a separate flat array,
     `elsewhere`. If `local` is true, the groups of replicas along COPIES are workers that train on
     their own, and gradients are not reduced along this axis.
+    `units` maps each unit to its index in the order of the forward pass.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class Parameters:
         self.matrices: list[Any] = []
         self.owners: dict[Parameter, int] = {}
         self.own_states: dict[str, Array] = {}
+        self.units: dict[str, int] = {}
         self.elsewhere: Any = None
 
     def add(
@@ -266,6 +268,8 @@ class Parameters:
         parameters with weight decay are adjacent, so that an optimizer update processes few
         contiguous ranges.
         """
+        names = dict.fromkeys(item.unit for item in self.items)
+        self.units = {name: index for index, name in enumerate(names)}
         self.items.reverse()
         self.items.sort(key=lambda item: (item.completed_last, item.partial, not item.decay))
         trained = [item for item in self.items if not item.frozen and not item.sign_rate]

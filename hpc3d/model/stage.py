@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _ignore(unit: str) -> None:
-    """Do nothing. This is the default of the `finished` callback of a backward pass."""
+    """Do nothing. This is the default of the callbacks `starting` and `finished` of a pass."""
 
 
 def _collect(
@@ -109,22 +109,30 @@ class Stage:
         """This rank's share of the routers' auxiliary losses in the last forward pass."""
         return sum(block.mlp.auxiliary_loss for block in self.blocks if block.mixes)
 
-    def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, list[Any]]:
+    def forward(
+        self,
+        x: Array | None,
+        micro: Microbatch,
+        starting: Callable[[str], None] = _ignore,
+    ) -> tuple[Any, list[Any]]:
         """Return Y (or, with the head, the loss) and the data saved for the backward pass.
 
         Nothing is saved if the microbatch is not for training.  If the model chunk has the
-        embedding, x is ignored.
+        embedding, x is ignored. `starting(unit)` is called before the pass of each unit.
         """
         saved: list[Any] = []
         trace = self.mesh.trace
         if self.embeddings:
+            starting(self.embeddings.name)
             with trace.scope(part=self.embeddings.name):
                 x = _collect(saved, micro, self.embeddings.forward(micro))
         for number, block in enumerate(self.blocks):
+            starting(block.name)
             with trace.scope(layer=block.number), self.weights.of(number, number + 1):
                 form = partial(self._put_away, number)
                 x = _collect(saved, micro, block.forward(x, micro), form)
         if self.head:
+            starting(self.head.name)
             with trace.scope(part=self.head.name):
                 x = _collect(saved, micro, self.head.forward(x, micro))
         return x, saved

@@ -126,6 +126,9 @@ class Engine:
         """
         self.micros, self.phases, trace = micros, phases, self.mesh.trace
         self.seconds.clear()
+        if phases is PHASE and self.buckets.gathers_later:
+            with trace.scope(phase="optimizer"):
+                self.buckets.start_gathers()
         for group in groups:
             self.closing = group[-1].op == "Reduce"
             with self.mesh.comm("p").grouped() if group[0].op in MESSAGES else nullcontext():
@@ -152,7 +155,7 @@ class Engine:
         micro = self.micros[mb]
         self.weights.before_forward(micro.step)
         x = None if self.placement.first(self.stage, chunk) else self.inbox.pop(("F", *key)).wait()
-        y, saved = self.stages[chunk].forward(x, micro)
+        y, saved = self.stages[chunk].forward(x, micro, self.starting)
         if micro.training:
             self.losses[micro.step] += self.stages[chunk].auxiliary_loss
             self.saved[key] = saved
@@ -181,6 +184,12 @@ class Engine:
 
     def backward_weight(self, instruction: Instruction) -> None:
         self.deferred.pop(instruction[1:]).run()
+
+    def starting(self, unit: str) -> None:
+        """Wait for the updated values of `unit`, if the current step gathers them."""
+        if self.phases is PHASE and self.buckets.ahead:
+            with self.mesh.trace.scope(phase="optimizer"):
+                self.buckets.gathered(unit)
 
     def finished(self, unit: str) -> None:
         """Mark the gradient of `unit` as complete, so that its reduction may start.

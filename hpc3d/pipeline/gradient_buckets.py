@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # of the gradient. While the gradient of a layer is computed, the copies of at most two layers are
 # in memory, and a reduction that takes longer than the backward pass of a layer still overlaps.
 UNITS_IN_FLIGHT = 2
+GATHERS_IN_FLIGHT = 2  # maximum number of buckets whose values are being gathered
 
 
 class Compression(Protocol):
@@ -50,10 +51,18 @@ class Buckets:
 
     With local updates, `sums` reduces gradients within a worker. `of_workers` reduces the outer
     gradients over the workers, and `compression` applies only to these.
+
+    If `gathers_later` is true, the updated values are gathered during the forward passes of the
+    next step.  Call `start_gathers()` when this step begins, and `gathered(unit)` before a forward
+    pass uses a unit.  Call `complete()` before the values are used between two steps.
     """
 
     def __init__(
-        self, parameters: Parameters, size: int, compression: Compression | None = None
+        self,
+        parameters: Parameters,
+        size: int,
+        compression: Compression | None = None,
+        gathers_later: bool = False,
     ) -> None:
         self.parameters, self.mesh = parameters, parameters.mesh
         self.compression = None if parameters.local else compression
@@ -71,6 +80,9 @@ class Buckets:
             self.bucket(_ValueBucket, _OwnerGather, each)
             for each in _make_buckets(parameters, parted, size)
         ]
+        self.gathers.sort(key=self.first_use)
+        self.gathers_later, self.outdated = gathers_later, False
+        self.ahead: deque[Any] = deque()  # gathers in flight, followed by those to be posted
         self.tied = [item for item in parameters if item.tied_peer is not None]
         local = parameters.local
         self.of_workers = [*_between_workers(parameters, size, compression)] if local else []
@@ -149,6 +161,7 @@ class Buckets:
 
         With ZeRO, only the shards of this rank contain reduced gradients afterwards.
         """
+        assert not self.ahead, "a stage did not call starting(unit)"
         last = [*self.left]
         for bucket in last:
             self.post(bucket)
@@ -180,18 +193,43 @@ class Buckets:
             sent.wait()
             mine += self.mesh.pool.bring(theirs)
 
-    def gather(self) -> None:
-        """All-gather the updated values, one bucket at a time.
+    def first_use(self, bucket: Bucket) -> int:
+        """Return the index of the first unit of `bucket` in the order of the forward pass."""
+        return min(self.parameters.units[item.unit] for item in bucket.items)
 
-        The values of a bucket are stored while the all-gather of the next bucket is in flight, so
-        that at most two buckets are in memory.
+    def gather(self) -> None:
+        """All-gather the updated values, unless the next step gathers them."""
+        self.outdated = True
+        if not self.gathers_later:
+            self.complete()
+
+    def complete(self) -> None:
+        """All-gather the updated values if they have not been gathered since the update."""
+        if self.outdated:
+            self.start_gathers()
+            self.gathered()
+            self.outdated = False
+
+    def start_gathers(self) -> None:
+        """Start to all-gather the updated values, in the order in which a forward pass uses them.
+
+        At most GATHERS_IN_FLIGHT buckets are in memory.
         """
-        ahead = iter(self.gathers)
-        for bucket in [None, *self.gathers]:
-            if after := next(ahead, None):
-                after.post()
-            if bucket:
-                bucket.wait()
+        self.ahead.extend(self.gathers)
+        for bucket in self.gathers[:GATHERS_IN_FLIGHT]:
+            bucket.post()
+
+    def gathered(self, unit: str | None = None) -> None:
+        """Wait for the values of `unit` and of the units before it, by default of all units.
+
+        When the values of a bucket have been stored, the all-gather of another bucket starts.
+        """
+        units = self.parameters.units
+        last = len(units) if unit is None else units.get(unit, -1)
+        while self.ahead and self.first_use(self.ahead[0]) <= last:
+            self.ahead.popleft().wait()
+            if len(self.ahead) >= GATHERS_IN_FLIGHT:
+                self.ahead[GATHERS_IN_FLIGHT - 1].post()
 
 
 class Bucket:

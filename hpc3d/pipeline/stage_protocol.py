@@ -20,7 +20,7 @@ class PipelineStage(Protocol):
 
     @property
     def units(self) -> list[str]:
-        """Names of this chunk's units (`Parameter.unit`), as passed to `finished`.
+        """Names of this chunk's units (`Parameter.unit`), as passed to `starting` and `finished`.
 
         When the gradient of a unit is complete, it can be reduced over the replicas.
         """
@@ -39,14 +39,15 @@ class PipelineStage(Protocol):
         the block is the gradient from the next model chunk.
         """
 
-    def forward(self, x: Any, micro: Any) -> tuple[Any, Any]:
+    def forward(self, x: Any, micro: Any, starting: Callable[[str], None]) -> tuple[Any, Any]:
         """Run the forward pass; return Y and the data saved for the backward pass.
 
         x is a read-only block.  The first model chunk reads `micro.tokens`; its x is `None`.
         Y is the block for the next model chunk.  The last chunk returns this rank's share of the
         summed loss instead, as a number or a device array with one element.  Unless
         `micro.training` is true, nothing is saved, and the last chunk returns this rank's share of
-        [summed loss, number of correctly predicted tokens].
+        [summed loss, number of correctly predicted tokens].  The stage calls `starting(unit)`
+        before it uses the parameters of a unit, which completes the all-gather of their values.
         """
 
     def backward(

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
     from hpc3d.predict.machine.machine import Machine
 
+_KINDS = {
+    "context": "with context parallelism",
+    "experts": "of mixtures of experts",
+    "sharded": "with ZeRO 2 or 3",
+    "replicated": "with ZeRO 0 or 1",
+}
+
 
 def kind_of_layout(config: Config) -> str:
     """Return the kind of a layout: context, experts, sharded (ZeRO 2 or 3) or replicated."""
@@ -47,7 +54,8 @@ def interval(config: Config, machine: Machine, seconds: float) -> dict[str, Any]
 def described(found: dict[str, Any]) -> str:
     """Return the result of `interval` as text."""
     low, high = readable_time(found["low_s"]), readable_time(found["high_s"])
+    steps = f"{found['steps']} published step times {_KINDS[found['layout']]}"
     return (
-        f"{low} to {high}: 80 % of {found['steps']} published steps with a similar layout "
-        f"({found['layout']}) are in this range relative to their prediction"
+        f"{low} to {high} if the prediction error is in the central 80 % of the errors for "
+        f"{steps} (python -m hpc3d.bench published)"
     )

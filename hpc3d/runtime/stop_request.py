@@ -44,7 +44,11 @@ class Stop:
 
 def reason(request: int) -> str:
     """Return the message that explains a stop request."""
-    words = {MINUTES: "reached train.max_minutes", FILE: "found the file STOP in the run folder"}
+    words = {
+        MINUTES: "reached train.max_minutes, which also limits a resumed run; set "
+        "--train.max_minutes 0 to resume without a limit",
+        FILE: "found the file STOP in the run folder",
+    }
     return words.get(request) or f"received {signal.Signals(request).name}"
 
 

@@ -27,6 +27,7 @@ from hpc3d.config.load import to_toml
 from hpc3d.console import small_files
 from hpc3d.predict.predicted_step import predicted_step
 from hpc3d.predict.simulation.summary import mean_received
+from hpc3d.runtime.metrics_file import VALIDATION_LOSS_OF
 
 if TYPE_CHECKING:
     from hpc3d.studies.sweep_points import SweepPoint
@@ -107,9 +108,11 @@ def _measured(path: Path) -> dict[str, Any]:
         error = relative_error(slowest_seconds(steady))
         evaluations = evaluation_rows(recorded)
         *ranks, _ = memory_rows(recorded)
+    texts = evaluations[-1]["texts"] if evaluations else []
     return {
         "loss": losses[-1]["loss"],
         "validation_loss": evaluations[-1]["loss"] if evaluations else None,
+        **{f"{VALIDATION_LOSS_OF}{each['text']}": each["loss"] for each in texts},
         "step_s": step["step_s_median"],
         **interval("step_s", step["step_s_median"], error),
         "tokens_per_s": step["tokens_per_s"],

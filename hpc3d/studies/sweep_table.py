@@ -27,6 +27,7 @@ from hpc3d.analyze.report.table_format import (
     write_csv,
 )
 from hpc3d.console.small_files import replacing
+from hpc3d.runtime.metrics_file import VALIDATION_LOSS_OF
 from hpc3d.trace.file import create
 
 if TYPE_CHECKING:
@@ -74,6 +75,17 @@ _QUANTITIES = (
 _DRAWN = _QUANTITIES[:3]
 
 
+def _quantities(rows: Sequence[dict[str, Any]]) -> list[_Quantity]:
+    """Return the metrics of a table, including the loss of each of several validation texts."""
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith(VALIDATION_LOSS_OF))
+    total = _QUANTITIES[1]
+    texts = [
+        total._replace(key=key, heading=f"{total.heading} {key.removeprefix(VALIDATION_LOSS_OF)}")
+        for key in keys
+    ]
+    return [*_QUANTITIES[:2], *texts, *_QUANTITIES[2:]]
+
+
 def summarized(rows: Sequence[dict[str, Any]], axes: Sequence[str]) -> list[dict[str, Any]]:
     """Return one row per combination of the axes, in the order of `rows`.
 
@@ -86,7 +98,7 @@ def summarized(rows: Sequence[dict[str, Any]], axes: Sequence[str]) -> list[dict
     found = []
     for values, group in groups.items():
         row = dict(zip(axes, values)) | {"runs": len(group)}
-        for quantity in _QUANTITIES:
+        for quantity in _quantities(rows):
             samples = _samples(quantity, group)
             row[quantity.key] = float(samples.mean()) if len(samples) else None
             row[quantity.half] = half_width(samples) if len(samples) > 1 else None
@@ -117,8 +129,9 @@ def write(rows: Sequence[dict[str, Any]], axes: Sequence[str], folder: Path) -> 
     _write_hdf5(folder / "runs.h5", rows)
     summary = summarized(rows, axes)
     write_csv(folder / "summary.csv", summary)
-    fields = _fields(summary, axes)
-    shown = [row | {each.key: each.text(row) for each in _QUANTITIES} for row in summary]
+    quantities = _quantities(rows)
+    fields = _fields(summary, axes, quantities)
+    shown = [row | {each.key: each.text(row) for each in quantities} for row in summary]
     (folder / "summary.md").write_text(markdown(fields, shown) + "\n", encoding="utf-8")
     (folder / "summary.tex").write_text(latex(fields, shown), encoding="utf-8")
     with default_style():
@@ -127,11 +140,11 @@ def write(rows: Sequence[dict[str, Any]], axes: Sequence[str], folder: Path) -> 
     return markdown(fields, shown, escape=str)
 
 
-def _fields(summary, axes):
+def _fields(summary, axes, quantities):
     write = {axis: "{}".format if _is_numeric(summary, axis) else str for axis in axes}
     fields = [ColumnSpec(axis, axis.rpartition(".")[2], write[axis]) for axis in axes]
     fields.append(ColumnSpec("runs", "runs", integer))
-    known = [each for each in _QUANTITIES if any(row[each.key] is not None for row in summary)]
+    known = [each for each in quantities if any(row[each.key] is not None for row in summary)]
     return [*fields, *(ColumnSpec(each.key, each.heading, "{}".format) for each in known)]
 
 
@@ -149,7 +162,7 @@ def _write_hdf5(path: Path, rows: Sequence[dict[str, Any]]) -> None:
                 data = ["" if value is None else str(value) for value in values]
             else:
                 data = [math.nan if value is None else value for value in values]
-            file.create_dataset(key, data=data)
+            file.create_dataset(key.replace("/", "_"), data=data)  # "/" would create a group
 
 
 def _figure(summary: Sequence[dict[str, Any]], axes: Sequence[str]) -> Figure | None:

@@ -46,8 +46,8 @@ _VALUE = 2  # bytes of a float16 value
 # Bytes per parameter that an update accesses: the float16 value and Adam's two float32 moments are
 # read and written, and the float16 gradient is read.
 _UPDATE = 2 * (_VALUE + 4 + 4) + _VALUE
-# Assumed relative standard deviations: _NOISE of measured step times from the fitted model, and
-# SPREAD of the profiles' correction factors from 1 (Gaussian prior).
+# Assumed relative standard deviations: _NOISE of the measured step times around the fitted model,
+# and SPREAD of the profiles' correction factors around 1 (Gaussian prior).
 _NOISE, SPREAD = 0.02, 0.1
 # Free parameters of the fit, each with initial value, lower bound and upper bound.
 FREE = {

@@ -103,12 +103,12 @@ class Layout(tuple):
 
     @property
     def even(self) -> tuple[str, ...]:
-        """Axes of the rows whose size must divide the number of rows: those without padding."""
+        """Row axes without padding, whose sizes must divide the number of rows."""
         return self[0][: len(self[0]) - len(self.padded)] if self.padded else self[0]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes along which ranks store different blocks: those of all dimensions, and `owned`."""
+        """Axes along which ranks store different blocks, including the axes of `owned`."""
         return (*(axis for dim in self for axis in dim), *self.owned)
 
     def is_first_copy(self, mesh: Mesh, *others: str) -> bool:

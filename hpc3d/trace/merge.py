@@ -179,6 +179,7 @@ class _Merge:
         write_table(self.file, "strings", schema.STRINGS, {"name": [*self.strings]})
         first = self.first | {"created_utc": self.before.created or self.first["created_utc"]}
         self.file.attrs.update(_attributes(first, self.headers.values(), self.missing))
+        self.file.attrs["other_layout"] = self.before.aside
 
     def _missing(self, rank, steps):
         """List the missing data of a rank; `steps` are the steps that any rank has completed."""

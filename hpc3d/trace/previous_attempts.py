@@ -49,7 +49,7 @@ def earlier(run_dir: Path, count: Mapping[int, int]) -> Iterator[Earlier | Nothi
         try:
             found = began and _before(stack, run_dir, began)
         except ValueError as error:
-            found = Nothing(f"steps before {began.step}: {error}")
+            found = Nothing([f"steps before {began.step}: {error}"])
         yield found or Nothing()
 
 
@@ -65,7 +65,7 @@ def _before(stack: ExitStack, run_dir: Path, began: _Begin) -> Earlier | Nothing
         if not (trace.steps["step"] < began.step).any():
             continue
         if _shared(trace.attrs) != _shared(began.header):
-            return Nothing(f"steps before {began.step}: with another layout, in {path.name}")
+            return Nothing(aside=f"{path.name}, steps before {began.step}")
         found = Earlier(trace, began)
         for rank in found.ranks:
             found.parts(rank)
@@ -165,13 +165,14 @@ def work(config: str) -> Any:
 class Nothing:
     """Used in place of `Earlier` if there is no earlier trace that the run can continue.
 
-    `missing` describes the earlier steps that are stored only in other files.
+    `missing` lists earlier steps that cannot be read, and `aside` names the file of earlier steps
+    that were trained with another layout.
     """
 
     ranks, created = (), None
 
-    def __init__(self, *missing: str) -> None:
-        self.missing = missing
+    def __init__(self, missing: Sequence[str] = (), aside: str = "") -> None:
+        self.missing, self.aside = missing, aside
 
     def parts(self, rank: int) -> list[Segment]:
         """Return the earlier events of a rank as segments."""
@@ -194,7 +195,7 @@ class Earlier:
     is added to all times, and `number` is added to the sequence numbers of calls.
     """
 
-    missing = ()
+    missing, aside = (), ""
 
     def __init__(self, trace: Trace, began: _Begin) -> None:
         self.trace, self.first, self.now = trace, began.step, began.header

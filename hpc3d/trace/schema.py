@@ -410,6 +410,7 @@ ATTRIBUTES = (
         "complete", bool, "true if all configured steps are recorded without missing data", True
     ),
     Attribute("missing", str, "missing data, one item per line", True),
+    Attribute("other_layout", str, "file with the earlier steps, if their layout was another one"),
 )
 
 

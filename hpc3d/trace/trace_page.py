@@ -35,7 +35,7 @@ new attempt are shifted by the elapsed wall-clock time.
 
 The files `trace-1.h5`, `trace-2.h5` and so on contain the trace at the end of each earlier
 attempt, including the steps that were repeated later. The trace of an attempt with another layout
-is a separate file, and the attribute `missing` names the file of the previous attempt.
+is a separate file, and the attribute `other_layout` names the file of the previous attempt.
 
 ## Attributes of the root
 """

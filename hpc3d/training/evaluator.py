@@ -141,6 +141,8 @@ class Evaluator:
         """Evaluate the model with its current weights, after training step `number`."""
         trace = self.mesh.trace
         with trace.scope(phase="evaluation"):
+            if self.trainer.buckets:
+                self.trainer.buckets.complete()
             every = zip(self.batches, self.counts, strict=True)
             texts = tuple(self._evaluated(number, *each) for each in every)
         found = _mean(texts) if len(texts) > 1 else texts[0]

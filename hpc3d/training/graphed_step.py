@@ -1,8 +1,9 @@
 """CUDA graph of a training step: the forward and backward passes in one launch.
 
-The graph also contains the messages between pipeline stages and the gradient reductions. The first
-step of a run launches each kernel individually, so that all kernels are compiled and all buffers
-allocated. The second step is captured, and later steps replay the graph.
+The graph also contains the messages between pipeline stages, the gradient reductions, and the
+all-gathers of updated values that overlap with the forward pass. The first step of a run launches
+each kernel individually, so that all kernels are compiled and all buffers allocated. The second
+step is captured, and later steps replay the graph.
 
 The rest of a step is launched individually: the exchange of tied gradients, which passes through
 host memory; the gradient norm, which depends on this exchange; and the optimizer update, because

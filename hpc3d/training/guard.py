@@ -170,6 +170,7 @@ class ReplicaCheck:
         """Check the replicas after step `number`; raise Corrupt on all ranks if any differ."""
         if not self.every or (number + 1) % self.every:
             return
+        self.trainer.buckets.complete()
         with self.mesh.trace.span("hashes of replicas"):
             copies = self.copies()
         found = [finding for axis in self.axes for finding in self.along(axis, number, copies)]

@@ -196,7 +196,7 @@ def _settled(config: Config) -> dict[str, Any]:
         "parallel.chunks": find(schedule).chunks or 2,
         "model.norm_epsilon": with_epsilon(replace(config.model, norm_epsilon=None)).norm_epsilon,
         "model.vocabulary": 256 if config.data.tokenizer == "byte" else None,
-        "data.tokenizer": "byte",
+        "data.tokenizer": config.data.tokenizer,  # tokenized_by logs the type of the tokenizer
         "train.decay_steps": replace(config.train, decay_steps=None).decaying(),
     }
 

@@ -18,6 +18,7 @@ from hpc3d.model.stage import LayerRange, build
 from hpc3d.pipeline.engine import Engine
 from hpc3d.pipeline.gradient_buckets import Buckets
 from hpc3d.pipeline.program import program_of
+from hpc3d.pipeline.schedule import find
 from hpc3d.training import graphed_step, guard
 from hpc3d.training.gradient_compression import compression_of
 from hpc3d.training.loss_scale import scale_of
@@ -115,7 +116,8 @@ class Trainer:
 
     def sums(self, size: float) -> Buckets:
         """Create the gradient buckets of `parameters`, each of about `size` bytes."""
-        return Buckets(self.parameters, size, compression_of(self.config, self.parameters))
+        compression = compression_of(self.config, self.parameters)
+        return Buckets(self.parameters, size, compression, gathers_later(self.config))
 
     def step(self, number: int, stop_request: Callable[[], int] = int) -> Step:
         """Run step `number`: forward and backward passes, gradient reduction, and update.
@@ -216,6 +218,17 @@ class Trainer:
         most = np.array([self.mesh.pool.peak["all"], stop_request], np.float64)
         peak, stop_request = self.mesh.world.all_reduce(most, "max").wait()
         return float(share), int(peak), int(stop_request)
+
+
+def gathers_later(config: Config) -> bool:
+    """Return True if each step gathers the values that the previous step updated (ZeRO).
+
+    The all-gather then overlaps with the forward pass. With asynchronous schedules and offloaded
+    weights, a step gathers the values that it updates.
+    """
+    parallel = config.parallel
+    in_place = "parameters" not in parallel.offload and not find(parallel.schedule).asynchronous
+    return parallel.prefetch and in_place
 
 
 def parameters_of(mesh: Mesh, config: Config) -> Parameters:

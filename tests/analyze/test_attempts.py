@@ -85,7 +85,7 @@ def test_table_of_attempts_lists_layouts_and_superseded_steps(folder):
     assert rows["superseded"].dropna().tolist() == [4, 6]
     assert rows["file"].tolist() == ["trace-1.h5", "trace-2.h5", "trace.h5"]
     assert (rows["step_s"] > 0).all() and (rows["tokens_per_s"] > 0).all()
-    assert resumes(rows.to_dict("records")) == {4: "resumed", 6: "resumed: data parallel, d=2"}
+    assert resumes(rows.to_dict("records")) == {4: "attempt 2", 6: "attempt 3: data parallel, d=2"}
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_report_marks_resumes_and_links_the_log(folder, capsys):
     assert 'href="../train.log"' in page
     figure = (folder / "report" / "figures" / "loss.svg").read_text(encoding="utf-8")
     drawn = re.findall("<!-- (.*?) -->", figure)  # the text of each label
-    assert "resumed" in drawn and "resumed: data parallel, d=2" in drawn
+    assert "attempt 2" in drawn and "attempt 3: data parallel, d=2" in drawn
     assert (folder / "report" / "figures" / "steps.svg").exists()
     assert "| attempt |" in (folder / "report" / "report.md").read_text(encoding="utf-8")
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hpc3d import report
 from hpc3d.analyze.metrics.compare import half_width, interval, relative_error
 from hpc3d.analyze.run_comparison import (
     SeedGroup,
@@ -180,12 +181,24 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
             "b: mean loss 2.5000 instead of 2.0100 nat (too few seeds for an interval)",
         ),
         ([2.0, None, 2.5, 2.52], ({1: [0], 2: [1]}, {1: [2], 3: [3]}), None),
+        (
+            [2.0, 2.02],
+            ({1: [0], 2: [1]},),
+            "all runs differ only in their seed, so they are one group",
+        ),
+        (
+            [2.0, 2.02],
+            ({1: [0, 1]},),
+            "all runs have the same configuration and seed, so they are one group",
+        ),
     ],
 )
 def test_verdict_compares_the_mean_losses_of_groups_of_seeds(values, groups, said):
     names = "a, 1", "a, 2", "b, 1", "b, 2"
     rows = [losses(name, None, value) for name, value in zip(names, values, strict=False)]
-    assert [*comparison_verdict([], rows, grouped("ab", *groups))] == ([said] if said else [])
+    assert [*comparison_verdict([], rows, grouped("ab"[: len(groups)], *groups))] == (
+        [said] if said else []
+    )
 
 
 def test_losses_of_a_group_of_seeds_are_averaged():
@@ -237,6 +250,25 @@ def test_report_begins_with_the_verdict(tmp_path, capsys):
     assert text[4] == (
         "* 1d, x=2 y=2 is 0.0% faster than 3d (shards only m and n), x=2 y=2 (too few steps for an"
         " interval); losses agree to the last bit"
+    )
+
+
+def test_reference_is_the_run_with_which_the_others_are_compared(tmp_path, capsys):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "two", scheme="1d")
+    words = [one, other, "--reference"]
+    assert reported(capsys, *words, other)["runs"][0]["label"].startswith("1d, ")
+    assert reported(capsys, *words, one)["runs"][0]["label"].startswith("3d ")
+    assert report.main([*map(str, words), "three"]) == 2
+    assert "--reference three: name one of the runs of this" in capsys.readouterr().err
+
+
+def test_equal_runs_are_one_group_with_the_difference_of_their_losses(tmp_path, capsys):
+    runs = [write_run(tmp_path / name) for name in ("one", "two")]
+    assert report.main([*map(str, runs), "--tables", "--out", str(tmp_path / "out")]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        "all runs have the same configuration and seed, so they are one group; losses agree to"
+        " the last bit"
     )
 
 

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from hpc3d.checkpoints.hf_export import export, notes
 from hpc3d.checkpoints.hf_import import Pretrained, configured
@@ -125,6 +127,37 @@ def test_models_without_a_transformers_equivalent_are_rejected(tmp_path, line, s
 def test_export_notes_that_a_mixtral_never_drops_tokens(tmp_path, line, said):
     found = notes(Checkpoint(drawn_models.saved(tmp_path / "run", f"{SERIAL} {line}")))
     assert [text.partition(" and ")[0] for text in found] == said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [("float32", "F32"), ("bfloat16", "BF16"), ("float16", "F16")]
+)
+def test_export_rounds_to_a_dtype_as_torch(tmp_path, dtype, stored):
+    step = Checkpoint(
+        drawn_models.saved(tmp_path / "run", f"{SERIAL} kind=llama dtype=float32", 0)
+    )
+    exact = export(step, tmp_path / "exact")
+    export(step, tmp_path / "rounded", dtype=dtype)
+    read = load_file(tmp_path / "rounded" / "model.safetensors")
+    assert exact.keys() == read.keys()
+    for name, value in exact.items():
+        assert torch.equal(read[name], torch.from_numpy(value).to(getattr(torch, dtype)))
+    entries = Pretrained(tmp_path / "rounded").entries.values()
+    assert {entry.dtype for entry in entries} == {stored}
+    assert json.loads((tmp_path / "rounded" / "config.json").read_text())["dtype"] == dtype
+    back = Checkpoint(imported(tmp_path / "rounded", tmp_path / "back"))
+    export(back, tmp_path / "again", dtype=dtype)
+    weights = [tmp_path / name / "model.safetensors" for name in ("rounded", "again")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_values_beyond_the_range_of_the_exported_dtype_are_rejected(tmp_path, monkeypatch):
+    step = Checkpoint(drawn_models.saved(tmp_path / "run", SERIAL, 0))
+    monkeypatch.setattr(Checkpoint, "fill", lambda self, array, *_: array.fill(1e6))
+    with pytest.raises(
+        ValueError, match=r"1e\+06 exceeds the range of float16; set --dtype float64"
+    ):
+        export(step, tmp_path / "out", dtype="float16")
 
 
 def test_export_replaces_the_default_padding_token_of_transformers(tmp_path):

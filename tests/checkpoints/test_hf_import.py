@@ -363,6 +363,14 @@ def test_mixtral_options_that_change_the_architecture_are_rejected(mixtral, word
         configured(Pretrained(mixtral), f"--model.{word}".split())
 
 
+def test_mixture_without_experts_is_rejected_with_the_dense_family(llama, tmp_path):
+    source = shutil.copytree(llama.parent, tmp_path / "source")
+    told = json.loads(llama.read_text()) | {"model_type": "qwen3_moe", "num_experts": 0}
+    (source / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r'no experts, .* set model_type to "qwen3" in '):
+        imported(source, tmp_path / "back")
+
+
 def test_mixtral_import_accepts_capacity_and_auxiliary_loss_options(mixtral):
     words = ["--model.capacity", "1.5", "--model.balance_loss", "0.5", "--model.z_loss", "0.25"]
     model = configured(Pretrained(mixtral), words).model

@@ -89,6 +89,13 @@ def test_paths_expand_home_and_environment_variables(monkeypatch):
         load(None, ["--run.out", "$SCRATCH/a"])
 
 
+def test_python_file_is_rejected_with_the_page_about_nanogpt(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text("n_layer = 4  # nanoGPT\n")
+    with pytest.raises(ValueError, match=r"config\.py: .* in TOML, .* docs/data\.md .* nanoGPT"):
+        load(path, [])
+
+
 def test_missing_file_is_rejected(tmp_path):
     for path in (tmp_path / "missing.toml", tmp_path):
         with pytest.raises(ValueError, match=f"^{path}: .* gpt-"):
@@ -102,6 +109,11 @@ def test_missing_file_is_rejected(tmp_path):
         (["--train.steps", "--seed", "1"], "--train.steps: ... --train.steps VALUE"),
         (["--seed", "1", "input.toml"], "input.toml: ... INPUT.toml --section.key VALUE"),
         (["--seed.low", "1", "--seed.low.er", "2"], "--seed.low.er: low"),
+        (
+            ["--data.path", "[a.txt, b.txt]"],
+            '--data.path [a.txt, b.txt]: not a list; in a shell, ... --data.path \'["one", ',
+        ),
+        (["--data.path", '["a", 3, 4]'], "data.path[1]: input should be a valid string, not 3; "),
     ],
 )
 def test_invalid_command_line_is_rejected(options, line):

@@ -109,6 +109,7 @@ def test_llama_values_at_the_bounds_are_accepted_and_beyond_rejected(key, good, 
     assert said.startswith(f"model.{key} = ")
 
 
+GEMMA2 = ["--model.kind", "gemma2", "--model.score_cap", "1e6", "--model.logit_cap", "1e-6"]
 LLAMA = ["--model.kind", "llama", "--model.kv_heads", "16"]
 SCALING = "{ factor = 8, low = 1, high = 4, original = 8192 }"
 LONGROPE = '{ type = "longrope", factor = 8, original = 64, short = [1, 2, 3], long = [1, 2, 3] }'
@@ -132,6 +133,7 @@ FORMS = {
         "short = [1, ", "short = ["
     ): "short must have 3 positive numbers, one for each pair ",
     LONGROPE.replace("long = [1", "long = [0"): "of a head, not (0.0, 2.0, 3.0)",
+    LONGROPE.replace("short", "x" * 99): " ...: type longrope must have the keys ",
     LONGROPE.replace("64", "1"): "type longrope needs an original length of at least 2 tokens",
     SCALING.replace("8,", "[8],"): "type llama3 must have the keys factor, low, high, original ",
 }
@@ -211,7 +213,15 @@ def test_longrope_is_accepted_with_a_divisor_per_pair():
         ),
         (
             ["--data.path", '["a", "b"]', "--data.weights", '["2", "1"]'],
-            "data.weights: input should be a valid number, not '2'",
+            "data.weights[0]: input should be a valid number, not '2'",
+        ),
+        (
+            [*GEMMA2, "--model.score_cap", "1e-320"],
+            "model.score_cap = 1e-320: must be from 1e-06 ",
+        ),
+        (
+            [*GEMMA2, "--model.logit_cap", "1e7"],
+            "model.logit_cap = 10000000.0: must be from 1e-06",
         ),
         (["--model.global_every", "2"], "model.global_every = 2: only valid for model.window > 0"),
         (

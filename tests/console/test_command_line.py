@@ -10,7 +10,7 @@ import pytest
 
 from hpc3d.__main__ import COMMANDS
 from hpc3d.config.argument_types import number_of_ranks, positive
-from hpc3d.console.command_line import Parser, run, taken
+from hpc3d.console.command_line import Parser, positional, run, taken
 from hpc3d.console.exit_codes import BAD_INPUT
 from hpc3d.console.sanitize import Problems
 from tests.mpi import ROOT
@@ -92,6 +92,22 @@ def test_program_error_is_not_reported_as_invalid_input():
 
     with pytest.raises(KeyError, match="a fault"):
         run("test", body)
+
+
+@pytest.mark.parametrize(
+    ("line", "found", "rest"),
+    [
+        ("a --x 1 b", "a", "--x 1 b"),
+        ("--x 1 a b", "a", "--x 1 b"),
+        ("--x=1 a", "a", "--x=1"),
+        ("--x --y 1 a", "a", "--x --y 1"),
+        ("--x -1", None, "--x -1"),
+        ("", None, ""),
+    ],
+)
+def test_argument_may_stand_between_options(line, found, rest):
+    words = line.split()
+    assert (positional(words), words) == (found, rest.split())
 
 
 def test_option_is_removed_from_the_arguments():

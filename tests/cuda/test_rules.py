@@ -199,7 +199,7 @@ def test_muon_on_devices_matches_numpy(line, launcher):
 
 GRAPHS = """
 p=2 schedule=gpipe microbatches=4 layers=2 dropout=0.25
-p=2 d=2 schedule=1f1b microbatches=3 layers=2 zero=1 batch=12 tied=false
+p=2 d=2 schedule=1f1b microbatches=3 layers=2 zero=1 batch=12 tied=false prefetch=true
 p=4 schedule=1f1b microbatches=2 layers=4
 p=2 schedule=interleaved chunks=2 microbatches=4 layers=4 recompute=selective
 p=2 schedule=zb-h1 microbatches=4 layers=2
@@ -210,7 +210,7 @@ p=2 x=2 schedule=1f1b microbatches=2 layers=2 dtype=float16 dropout=0.25
 p=2 c=2 schedule=1f1b microbatches=2 layers=2 sequence=8 dropout=0.25
 c=2 schedule=none microbatches=2 layers=1 sequence=8 kind=llama kv_heads=4 ffn=24
 c=4 schedule=none microbatches=1 layers=1 sequence=8 context=both ulysses=2 recompute=full
-d=2 x=2 schedule=none microbatches=2 layers=1 zero=2 dtype=float16 dropout=0.25
+d=2 x=2 schedule=none microbatches=2 layers=1 zero=2 dtype=float16 dropout=0.25 prefetch=true
 d=4 shard=2 schedule=none microbatches=2 layers=1 zero=1
 x=2 y=2 schedule=none microbatches=2 layers=1 scheme=2d-summa
 x=2 y=2 z=2 schedule=none microbatches=1 layers=1 scheme=3d-broadcast

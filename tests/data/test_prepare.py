@@ -17,7 +17,7 @@ import pytest
 from hpc3d import prepare
 from hpc3d.data.token_file import TokenFile, write_tokens
 from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
-from tests.data.prepared import ROOT, TEXT, call, python, row
+from tests.data.prepared import ROOT, TEXT, call, nano, python, row
 from tests.elided import elided
 from tests.runs import without_progress
 
@@ -35,6 +35,20 @@ def test_prepare_writes_a_token_file_that_open_tokens_reads(text, output):
     expected |= {"documents": 1, "bytes": len(TEXT.encode()), "sha256": digest}
     assert result.items() >= expected.items() and result["seconds"] > 0
     assert "tokens      2,281\n" in printed and "vocabulary  256\n" in printed
+
+
+def test_sizes_that_token_ids_do_not_determine_are_unknown(capsys, tmp_path, text, output):
+    """A train.bin of characters has no end-of-document tokens. JSON lines are longer."""
+    nano(tmp_path, TEXT)
+    code, lines, _ = call(capsys, tmp_path / "train.bin", "-o", output, "--json")
+    found = json.loads(lines[-1])
+    assert code == 0 and (found["documents"], found["bytes"]) == (None, None)
+    assert "documents   unknown" in lines and "bytes       unknown" in lines
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT}))
+    call(capsys, tmp_path / "text.jsonl", "-o", output, "--force")
+    _, lines, _ = call(capsys, "--verify", output, "--json")
+    found = json.loads(lines[-1])
+    assert (found["documents"], found["bytes"]) == (1, len(TEXT.encode()))
 
 
 def test_output_contains_no_json_without_the_option(capsys, text, output):
@@ -100,7 +114,7 @@ def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, outpu
         (["text.txt", "bad.dat", "-o", "old.h5", "--force"], "bad.dat ... UTF-8"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "300"], "--vocabulary 300: ... 256"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "many"], "invalid int value"),
-        (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "word is not a readable tokenizer"),
+        (["text.txt", "-o", "new.h5", "--tokenizer", "word"], "word is not ... token file (.h5)"),
         (
             ["text.txt", "-o", "new.h5", "--tokenizer", "no.h5"],
             "--tokenizer: no.h5 does not exist",

@@ -180,11 +180,11 @@ def _taken(words, option):
 
 def _train(words, ranks):
     words = [*words]
+    if launched := _taken(words, "--launch"):
+        ranks = int(launched)
     if "--resume" in words:
         load(None, _options(words))
         return
-    if launched := _taken(words, "--launch"):
-        ranks = int(launched)
     dry = "--dry-run" in words
     words = [word for word in words if word != "--dry-run"]
     if dry:

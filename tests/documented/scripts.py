@@ -38,10 +38,11 @@ def script(commands):
 
 def reduced(text, words):
     """Append words to a command, before a final `&`; words that begin with -np replace the number
-    of ranks."""
-    ranks = re.match(r"-np \d+", words)
+    of ranks of -np or --launch."""
+    ranks = re.match(r"-np (\d+)", words)
     if ranks:
-        text, words = re.sub(r"-np \d+", ranks[0], text), words[ranks.end() :].strip()
+        text = re.sub(r"(-np|--launch) \d+", rf"\1 {ranks[1]}", text)
+        words = words[ranks.end() :].strip()
     command, last = re.fullmatch(r"(.*?)((?: &)?)", text).groups()
     return f"{command} {words}{last}"
 

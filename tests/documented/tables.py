@@ -56,6 +56,7 @@ REDUCED = {
     r"train (llama-3d|bert)-64": f"{PLANE} {SHORT}",
     r"train gpt-3d-64 --data.validation": f"{PLANE} {SHORT} --train.eval_every 1 "
     "--data.validation 0.01",
+    r"reports\.md .*train gpt-3d-8 ": "--train.steps 2 --train.batch 16",
     r"evaluation\.md .*web\.txt": f"{SHORT} --train.eval_every 1",
     r"train gpt-3d-64 --checkpoint.every": f"{PLANE} {SHORT} --checkpoint.every 2",
     r"train long-context-16": "-np 4 --mesh.c 4 --model.sequence 512 --train.steps 1",
@@ -69,7 +70,7 @@ REDUCED = {
     r"--model.vocabulary 50304": "-np 2 --mesh.y 1 --mesh.z 1 --train.steps 1 --train.batch 2",
     r"--model.vocabulary 8192": f"{PLANE} {SHORT}",
     r"models\.md .*hpc3d\.train ": f"-np 4 {SHORT}",
-    r"(data|parallelism|long-sequences|fit-memory)\.md .*hpc3d\.train ": SHORT,
+    r"(data|parallelism|long-sequences|fit-memory)\.md .*hpc3d[. ]train ": SHORT,
     r"partition run .*--resume": "--steps 4",
     r"partition run .*--checkpoint": "--steps 2 --checkpoint.every 2",
     r"partition run ": "--steps 3",

@@ -18,7 +18,7 @@ NOISE = "prterun has exited due to process rank 0\n"
 
 
 def ended(monkeypatch, code, err):
-    monkeypatch.setattr(launched_run, "_ended", lambda command, settings: (code, err))
+    monkeypatch.setattr(launched_run, "_ended", lambda command, settings, quiet: (code, err))
 
 
 def test_rejected_training_raises_the_lines_of_the_command(monkeypatch):
@@ -48,7 +48,9 @@ def test_run_training_resumes_on_another_layout(tmp_path, capfd, monkeypatch):
         run = run_training("gpt-serial", options | {"mesh.d": 2}, 2, tmp_path)
         assert run.folder.parent == tmp_path
         assert len(run.losses) == 3 and run.losses[2] < run.losses[0]
-        longer = run_training(resume=run, options={"mesh.d": 1, "train.steps": 5})
+        assert capfd.readouterr() == ((run.folder / "train.log").read_text(), "")
+        more = {"mesh.d": 1, "train.steps": 5}
+        longer = run_training(resume=run, options=more, quiet=True)
         assert longer.folder == run.folder and longer.table("step")["ranks"][0] == 1
         with pytest.raises(ValueError, match="mesh: d 3 = 3 ranks, but the job has 2 ranks"):
             run_training("gpt-serial", options | {"mesh.d": 3}, 2, tmp_path)

@@ -323,6 +323,7 @@ def train(mesh, config):
 
 def trained_of(trainer, steps):
     """Return the results of `steps` of a trainer."""
+    trainer.buckets.complete()
     weights = {
         item.name: (item.layout.slices(item.shape, trainer.mesh), item.value.copy())
         for item in trainer.parameters

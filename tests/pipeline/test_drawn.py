@@ -16,6 +16,7 @@ from hpc3d.data.batches import Batches
 from hpc3d.model.families import family_of
 from hpc3d.pipeline.schedule import find
 from hpc3d.training.optimizers.optimizer import MASTER
+from hpc3d.training.trainer import gathers_later
 from tests.checkpoints.killed_runs import ThreadJob
 from tests.fakes.read_only import read_only
 from tests.jobs import Case
@@ -285,6 +286,38 @@ FOUND = (
 @pytest.mark.parametrize("case", strided(FOUND, 3))
 def test_previously_failing_configurations_train_correctly(case):
     right(" then ".join(f"{MODEL} {line}" for line in case.split(" then ")))
+
+
+LATER = """
+d=2 zero=1 microbatches=2
+d=2 c=2 zero=2 microbatches=2 kind=llama heads=12 kv_heads=12
+p=2 d=2 zero=1 schedule=interleaved chunks=2 microbatches=2
+p=2 d=2 zero=2 schedule=zb-v chunks=2 microbatches=2
+p=2 d=2 zero=1 schedule=1f1b microbatches=4 tied=false
+d=2 x=2 y=2 zero=1 scheme=2d microbatches=2 recompute=full
+d=2 z=2 zero=1 microbatches=2 optimizer=muon
+d=4 shard=2 zero=1 microbatches=2
+d=2 e=2 zero=1 experts=4 balance_bias=0.01 moe_every=2 recompute=full
+p=2 d=2 zero=3 schedule=gpipe microbatches=2
+d=2 zero=1 microbatches=2 dtype=float16
+d=2 zero=1 microbatches=2 offload='["parameters"]'
+p=2 d=2 zero=1 schedule=pipedream-2bw microbatches=4
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", strided(LATER, 5))
+def test_gathers_during_the_next_forward_pass_change_no_value(line):
+    """Both runs evaluate after each step; synchronous ones resume from a checkpoint."""
+    line = f"{MODEL} steps=3 eval_every=1 validation=0.1 bucket_mb=0.001 {line}"
+    plain, later = (f"{line} prefetch={prefetch}" for prefetch in ("false", "true"))
+    asynchronous = "pipedream" in line
+    waits = "offload" not in line and not asynchronous
+    assert gathers_later(config_of(later)) == waits and not gathers_later(config_of(plain))
+    parts = 1 if asynchronous else 2
+    for found, expected in zip(trained([later] * parts), trained([plain] * parts), strict=True):
+        assert found.totals == expected.totals
+        for name, (_, block) in found.weights.items():
+            np.testing.assert_array_equal(block, expected.weights[name][1], name)
 
 
 REDUCED = (

@@ -38,7 +38,7 @@ class Diary(Communicator):
         return self.note(block, block)
 
 
-def diary(add, size, zero=0):
+def diary(add, size, zero=0, **how):
     """Return the buckets of the parameters from `add`, on two replicas, and the records."""
     lines = []
     comms = {axis: Diary(axis, 2, lines) for axis in "xd"}
@@ -46,7 +46,7 @@ def diary(add, size, zero=0):
     parameters = Parameters(mesh, "float64", zero)
     add(parameters)
     parameters.allocate(1)
-    return Buckets(parameters, size), lines
+    return Buckets(parameters, size, **how), lines
 
 
 def three_layers(parameters):
@@ -74,7 +74,8 @@ def test_bucket_holds_adjacent_parameters_up_to_its_size(size, expected, zero):
     """Parameters have 80 bytes each, in the order of their completion in the backward pass."""
     buckets, _ = diary(three_layers, size, zero)
     assert filling(buckets.sums) == expected
-    assert filling(buckets.gathers) == (expected if zero else [])
+    forward = sorted(expected, key=lambda names: names[-3])  # by the first layer of a bucket
+    assert filling(buckets.gathers) == (forward if zero else [])
 
 
 def test_bucket_contains_only_parameters_with_the_same_reduction():
@@ -216,6 +217,54 @@ def test_gathers_are_posted_one_bucket_ahead():
     buckets.gather()
     post, wait = "post d 10", "wait d 10"
     assert lines == [post, post, wait, post, wait, wait]
+
+
+def growing_layers(parameters):
+    """Layer n has 20 (n + 1) elements; the vectors of all layers are in one bucket."""
+    for number in range(4):
+        count = 20 * (number + 1)
+        parameters.add(f"layers.{number}.w", (count,), Layout(""), partial=("d",), decay=True)
+        parameters.add(f"layers.{number}.b", (2,), Layout(""), partial=("d",))
+
+
+def test_later_gathers_are_posted_and_completed_in_the_order_of_the_forward_pass():
+    """A bucket is completed before its first unit is used; two buckets are in flight."""
+    buckets, lines = diary(growing_layers, 160, zero=1, gathers_later=True)
+    buckets.gather()
+    assert lines == []
+    buckets.start_gathers()
+    assert lines == ["post d 10", "post d 4"]
+    added = {
+        "layers.0": ["wait d 10", "post d 20", "wait d 4", "post d 30"],
+        "layers.1": ["wait d 20", "post d 40"],
+        "layers.2": ["wait d 30"],
+        "layers.3": ["wait d 40"],
+    }
+    for unit, expected in added.items():
+        for _ in range(2):  # microbatches
+            before = len(lines)
+            buckets.gathered(unit)
+            assert lines[before:] == expected
+            expected = []
+
+
+def test_completed_values_are_gathered_once():
+    buckets, lines = diary(three_layers, 160, zero=1, gathers_later=True)
+    buckets.complete()  # the initial values are complete
+    assert lines == []
+    buckets.gather()
+    for _ in range(2):
+        buckets.complete()
+        calls = [line.split()[0] for line in lines]
+        assert calls == ["post", "post", "wait", "post", "wait", "wait"]
+
+
+def test_stage_that_does_not_announce_its_units_is_reported():
+    buckets, _ = diary(three_layers, 160, zero=1, gathers_later=True)
+    buckets.start_gathers()
+    buckets.gathered("layers.1")
+    with pytest.raises(AssertionError, match=r"did not call starting\(unit\)"):
+        buckets.wait()
 
 
 SIZES = {"layers.0.a": 7, "layers.0.b": 4, "layers.1.a": 1, "head.b": 12}

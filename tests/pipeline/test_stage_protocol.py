@@ -55,7 +55,7 @@ class Sound:
     def incoming(self, kind, micro):
         return [((micro.sequences, 1), "float64")]
 
-    def forward(self, x, micro):
+    def forward(self, x, micro, starting):
         return x, None
 
     def backward(self, dy, saved, micro, defer, finished=None, more=0):
@@ -74,7 +74,7 @@ def test_missing_protocol_member_is_reported(name):
 
 
 PLANTED = {
-    "forward": lambda self, micro, x: (x, None),
+    "forward": lambda self, micro, x, starting: (x, None),
     "backward": lambda self, dy, saved, micro, defer: dy,
     "incoming": lambda self, kind, sequences: [((sequences, 1), kind)],
     "units": lambda self: [],

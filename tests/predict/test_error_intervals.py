@@ -29,7 +29,10 @@ def config_of(*words):
     ],
 )
 def test_kind_of_a_layout(words, kind):
-    assert kind_of_layout(config_of(*words)) == kind
+    config = config_of(*words)
+    assert kind_of_layout(config) == kind
+    machine = replace(CLUSTER, errors=(Errors(kind, 20, 0.9, 1.25),))
+    assert "20 published step times" in described(interval(config, machine, 2.0))
 
 
 def test_interval_scales_with_the_prediction():
@@ -37,7 +40,8 @@ def test_interval_scales_with_the_prediction():
     machine = replace(CLUSTER, errors=(Errors("replicated", 20, 0.9, 1.25),))
     found = interval(config, machine, 2.0)
     assert found == {"layout": "replicated", "steps": 20, "low_s": 1.8, "high_s": 2.5}
-    assert described(found).startswith("1.800 s to 2.500 s: 80 % of 20 published steps")
+    assert described(found).startswith("1.800 s to 2.500 s if the prediction error is")
+    assert "80 % of the errors for 20 published step times with ZeRO 0 or 1 (" in described(found)
     step = summary(simulate(config, 64, machine), config, machine)
     assert step["interval"]["high_s"] == pytest.approx(1.25 * step["step_time_s"])
 

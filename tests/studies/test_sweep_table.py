@@ -68,6 +68,19 @@ def test_files_have_the_values_and_the_summary_is_formatted(tmp_path):
     }
 
 
+def test_each_validation_text_has_a_column(tmp_path):
+    losses = {1: (4.0, 6.0), 2: (4.2, 6.4)}
+    rows = [
+        row(64, seed, 0, loss=5.0, **{"validation_loss/a": one, "validation_loss/b": two})
+        for seed, (one, two) in losses.items()
+    ]
+    text = write(rows, AXES, tmp_path)
+    assert "| validation loss a | validation loss b |" in text.splitlines()[0]
+    assert "|         4.1 ± 1.3 |         6.2 ± 2.5 |" in text.splitlines()[2]
+    with h5py.File(tmp_path / "runs.h5") as table:
+        assert table["validation_loss_b"][:].tolist() == [6.0, 6.4]
+
+
 def test_only_the_markdown_file_has_escaped_lists(tmp_path):
     rows = [row(64, 1, 0, loss=5.0) | {"data.weights": weights} for weights in ("[2, 1]", "[1]")]
     assert "| [2, 1]  |" in write(rows, ["data.weights"], tmp_path)

@@ -84,6 +84,8 @@ def test_non_default_keys_are_listed():
     train = replace(config.train, decay_steps=5)
     config = replace(config, data=byte, model=settled, train=train)
     assert differences(config) == ["mesh.x = 2", "train.steps = 5"]
+    other = replace(config, data=replace(byte, tokenizer="bpe"))  # logged by tokenized_by
+    assert not any("data.tokenizer" in line for line in differences(other))
     longer = replace(config, train=replace(train, decay_steps=9))
     assert differences(longer)[-1] == "train.decay_steps = 9"
 

@@ -83,8 +83,15 @@ def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
     named = [*zip(traces, labels)]
     unknown = [label for trace, label in named if configuration(trace) is None]
     missing = f"the configuration of {' and '.join(unknown)} is unknown: no settings are compared"
-    crowded = [f"{label}: {line}" for trace, label in named if (line := outnumbered(trace))]
-    crowded += [f"{label}: {line}" for trace, label in named if (line := busy_hosts(trace))]
+    warnings: dict[str, list[str]] = {}
+    for warning in (outnumbered, busy_hosts):
+        for trace, label in named:
+            if line := warning(trace):
+                warnings.setdefault(line, []).append(label)
+    crowded = [
+        f"{'all runs' if len(runs) == len(named) else ', '.join(runs)}: {line}"
+        for line, runs in warnings.items()
+    ]
     return [missing, *crowded] if unknown else crowded
 
 

@@ -35,6 +35,7 @@ def about(trace: Steady) -> dict[str, str]:
         "program": _program(attrs),
         "MPI": attrs.get("mpi"),
         "trace": _trace(trace.trace),
+        "other layout": attrs.get("other_layout"),
         "averages": averaged(trace),
         "log": log if (log := trace.path.parent / "train.log").is_file() else None,
     }

@@ -48,6 +48,7 @@ _BARS = 16  # maximum number of ranks in the straggler chart, and of hosts in th
 _NAME_LENGTH = 32  # maximum length of a host name in charts
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 _CELLS = 256  # maximum number of rows and of columns in a heat map
+_OUTLIER = 3  # ratio of a step time to the median above which the step is an outlier
 _MAPS = 12  # maximum number of layers for which the expert load is shown
 
 
@@ -55,7 +56,8 @@ class Lines(NamedTuple):
     """Line plot with an optional lower panel.
 
     `lines` and `lower` are dicts from label to (x values, y values). `marks` is a dict from the x
-    value of a vertical line to its label.
+    value of a vertical line to its label. If lines may `coincide`, earlier lines are thicker than
+    later ones. If `top` is given, the y axis ranges from 0 to `top`.
     """
 
     xlabel: str
@@ -64,6 +66,14 @@ class Lines(NamedTuple):
     lower_ylabel: str = ""
     lower: dict | None = None
     marks: dict | None = None
+    coincide: bool = True
+    top: float | None = None
+
+    def widths(self, thickest: float, thinnest: float) -> Sequence[float]:
+        """Return the widths of the lines, which lie between the given limits."""
+        if len(self.lines) > 1 and self.coincide:
+            return np.linspace(thickest, thinnest, len(self.lines)).tolist()
+        return [max(thinnest, 1.8)] * len(self.lines)
 
 
 class Bars(NamedTuple):
@@ -108,30 +118,36 @@ class LoadMaps(NamedTuple):
 def loss(runs: Sequence[RunAnalysis]) -> Lines:
     """Return the plot of the training and validation loss curves of all runs.
 
-    If there are several validation texts, each text has a separate curve.
-    The lower panel shows the difference of each training loss from the first run's training loss.
+    If there are several validation texts, each text has a separate curve. The names of the curves
+    contain the name of the run if there are several runs. The lower panel shows the difference of
+    each training loss from the first run's training loss.
     """
-    lines = {run.label: _losses(run.tables["loss"]) for run in runs}
-    first = lines[runs[0].label]
-    lower = {run.label: _difference(lines[run.label], first) for run in runs[1:]}
-    evaluated = [run for run in runs if run.tables["evaluation"]]
-    for run in evaluated:
-        lines[f"{run.label}, validation"] = _losses(run.tables["evaluation"])
-        for name in dict.fromkeys(row["text"] for row in run.tables["validation"]):
-            rows = [row for row in run.tables["validation"] if row["text"] == name]
-            lines[f"{run.label}, validation on {name}"] = _losses(rows)
+    several = len(runs) > 1
+    lines = {run.label if several else "training": _losses(run.tables["loss"]) for run in runs}
+    first, *others = lines.items()
+    lower = {label: _difference(line, first[1]) for label, line in others}
+    for run in runs:
+        name = f"{run.label}, validation" if several else "validation"
+        if run.tables["evaluation"]:
+            lines[name] = _losses(run.tables["evaluation"])
+        for text in dict.fromkeys(row["text"] for row in run.tables["validation"]):
+            rows = [row for row in run.tables["validation"] if row["text"] == text]
+            lines[f"{name} on {text}"] = _losses(rows)
     lower_ylabel = "difference from\nthe first run [nat]"
     chart = Lines("training step", "loss [nat per token]", lines, lower_ylabel, lower or None)
-    return chart._replace(marks=_marks(runs))
+    return chart._replace(marks=_marks(runs), coincide=several)
 
 
 def step_times(run: RunAnalysis) -> Lines:
     """Return the plot of the step times, with one line per attempt.
 
     The first step of an attempt is omitted: it is a warmup, which takes longer than other steps.
+    If a step exceeds _OUTLIER times the largest median of an attempt, this limit is the top of the
+    chart.
     """
     names = {
-        row["attempt"]: f"{row['attempt']}: {row['layout']}" for row in run.tables["attempts"]
+        row["attempt"]: f"attempt {row['attempt']}: {row['layout']}"
+        for row in run.tables["attempts"]
     }
     marks, lines = _marks([run]), defaultdict(lambda: ([], []))
     firsts = {run.tables["loss"][0]["step"], *marks}
@@ -140,7 +156,10 @@ def step_times(run: RunAnalysis) -> Lines:
             steps, times = lines[names.get(row["attempt"], run.label)]
             steps.append(row["step"])
             times.append(row["seconds"] * 1e3)
-    return Lines("training step", "step time [ms]", dict(lines), marks=marks)
+    limit = _OUTLIER * max([float(np.median(times)) for _, times in lines.values()], default=0)
+    top = limit if any(max(times) > limit for _, times in lines.values()) else None
+    chart = Lines("training step", "step time [ms]", dict(lines), marks=marks)
+    return chart._replace(coincide=False, top=top)
 
 
 def _marks(runs):

@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpc3d.analyze.report import charts
 from hpc3d.analyze.report.cards import any_loss
 from hpc3d.analyze.report.gantt import Panels
+from hpc3d.analyze.report.table_format import seconds
 from hpc3d.comm.mesh import along
 from hpc3d.console.sanitize import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import RunAnalysis
+
+
+_RESUMED = (
+    "Each dashed vertical line marks a resumption of the run. Its label names the attempt and, if"
+    " it changed, the layout."
+)
 
 
 class Picture(NamedTuple):
@@ -30,7 +37,8 @@ def of_runs(
 ) -> Iterator[Picture]:
     """Yield the figures that compare runs. For a single run, yield only the loss figure."""
     if any(map(any_loss, runs)):
-        yield Picture("loss", "Loss by training step", "", charts.loss(runs))
+        chart = charts.loss(runs)
+        yield Picture("loss", "Loss by training step", _RESUMED if chart.marks else "", chart)
     if tables["scaling"]:
         caption = "Step time breakdown, averaged over steps and ranks."
         yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
@@ -88,8 +96,20 @@ def of_run(run: RunAnalysis) -> Iterator[Picture]:
 def _step_times(run):
     chart = charts.step_times(run)
     if sum(len(steps) for steps, _ in chart.lines.values()) > 1:
-        caption = "Time of the slowest rank, without the first step of each attempt."
-        yield Picture("steps", "Step time by training step", caption, chart)
+        caption = ["Time of the slowest rank, without the first step of each attempt."]
+        if chart.marks:
+            caption.append(_RESUMED)
+        if chart.top:
+            caption.append(_outliers(chart))
+        yield Picture("steps", "Step time by training step", " ".join(caption), chart)
+
+
+def _outliers(chart):
+    """Return a sentence that describes the steps above the top of a chart of step times."""
+    steps = [pair for line in chart.lines.values() for pair in zip(*line) if pair[1] > chart.top]
+    step, longest = max(steps, key=lambda pair: pair[1])
+    times = f"Longer than the range of the chart: {counted(len(steps), 'step')}"
+    return f"{times}, at most {seconds(longest * 1e-3)} (step {step})."
 
 
 def all_of(number: int, noun: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.analyze.report.palette import REDUCTION, WORK, default_style
@@ -27,13 +28,18 @@ _KINDS = {
     "reduce": ("reduction", REDUCTION),
     "step": ("optimizer", WORK["optimizer"]),
 }
-_WIDTH, _TEXT = 10.0, 5.5  # figure width in inches, font size of the labels in points
+_WIDTH, _MARGINS = 10.0, 0.5  # width of a figure, and of the margins of its panels, in inches
+_TEXT = 5.5  # font size of the labels in points
 
 
 class Panels(NamedTuple):
-    """Gantt chart panels (title, rows) from top to bottom, with one row per pipeline stage."""
+    """Gantt chart panels (title, rows) from top to bottom, with one row per pipeline stage.
+
+    `width` is the width of the figure in inches.
+    """
 
     panels: list
+    width: float = _WIDTH
 
 
 def draw_gantt(
@@ -44,36 +50,42 @@ def draw_gantt(
         gantt(panels).savefig(path, dpi=200)
 
 
-def gantt(panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]]) -> Figure:
+def gantt(
+    panels: Sequence[tuple[str, Sequence[Sequence[PassSpan]]]], width: float = _WIDTH
+) -> Figure:
     """Return a Gantt chart with one panel per (title, rows) and one row of spans per stage.
 
     Each kind of span has its own color, which is lighter for later model chunks. Messages and
-    reductions run concurrently with passes and are drawn as thin bars.
+    reductions run concurrently with passes and are drawn as thin bars. `width` is the width of the
+    figure in inches.
     """
     all_spans = [span for _, rows in panels for row in rows for span in row]
     first, last = min(span[0] for span in all_spans), max(span[1] for span in all_spans)
-    with default_style():
-        figure, axes = _figure([(title, len(rows)) for title, rows in panels])
-        axes[-1].set_xlim(first, last)
-        for panel, (_, rows) in zip(axes, panels):
-            for stage, row in enumerate(rows):
-                for kind in sorted({span[2] for span in row}):
-                    _bars(panel, stage, [span for span in row if span[2] == kind], kind)
-                _labels(panel, stage, row, (last - first) / (_WIDTH * 72))
-        _legend(figure, {span[2] for span in all_spans})
+    figure, axes = _figure([(title, len(rows)) for title, rows in panels], width)
+    axes[-1].set_xlim(first, last)
+    for panel, (_, rows) in zip(axes, panels):
+        for stage, row in enumerate(rows):
+            for kind in sorted({span[2] for span in row}):
+                _bars(panel, stage, [span for span in row if span[2] == kind], kind)
+            _labels(panel, stage, row, (last - first) / ((width - _MARGINS) * 72))
+    _legend(figure, {span[2] for span in all_spans})
     return figure
 
 
-def _figure(titles):
+def _figure(titles, width):
     """Create a figure with one panel per (title, number of stages) and a shared time axis."""
     need("a figure", "matplotlib")
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
+    size = min(9, rcParams["font.size"])
+    columns = int((width - _MARGINS) * 72 / (0.6 * size))
+    titles = [(fill(title.replace("$", r"\$"), columns), stages) for title, stages in titles]
     heights = [0.6 + 0.26 * stages for _, stages in titles]
-    figure = Figure(figsize=(_WIDTH, 0.8 + sum(heights)), layout="constrained")
+    figure = Figure(figsize=(width, 0.8 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(titles), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (title, stages) in zip(axes, titles):
-        panel.set_title(title.replace("$", r"\$"), loc="left", fontsize=9)
+        panel.set_title(title, loc="left", fontsize=size)
         panel.set_ylabel("stage")
         panel.set_ylim(stages - 0.5, -0.5)
         panel.set_yticks(range(0, stages, 1 + stages // 17))
@@ -107,6 +119,7 @@ def _labels(panel, stage, row, seconds):
 
 
 def _legend(figure, kinds):
+    from matplotlib import rcParams
     from matplotlib.patches import Patch
 
     patches = [
@@ -114,8 +127,8 @@ def _legend(figure, kinds):
         for kind in sorted(kinds, key=order_of)
     ]
     columns = len({_split_kind(kind)[1] for kind in kinds})
-    style = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
-    figure.legend(handles=patches, ncols=columns, **style)
+    style = {"loc": "outside lower center", "fontsize": min(8, rcParams["font.size"])}
+    figure.legend(handles=patches, ncols=columns, frameon=False, **style)
 
 
 def order_of(kind: str) -> tuple[int, int]:

@@ -68,6 +68,9 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         for found in pictures
     ]
     specs = (*over_runs([run.label for run in report.runs]), *OF_A_RUN)
+    compared = [report.tables] if len(report.runs) > 1 else []
+    tables = [*compared, *(run.tables for run in report.runs)]
+    used = {name for found in tables for name, rows in found.items() if rows}
     return _template().render(
         report=report,
         shown=shown[0],
@@ -75,7 +78,7 @@ def page(report: Report, pictures: Sequence[Mapping[str, Picture]], folder: Path
         specs={spec.name: spec for spec in specs},
         bibliography=bibliography(run.config for run in report.runs),
         general=prose(GENERAL),
-        definitions=[(spec, prose(MEANING[spec.name])) for spec in specs],
+        definitions=[(spec, prose(MEANING[spec.name])) for spec in specs if spec.name in used],
         groups=GROUPS,
         version=__version__,
         open_rows=_OPEN,

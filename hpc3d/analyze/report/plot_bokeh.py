@@ -73,12 +73,14 @@ def _lines(chart: Lines):
     from bokeh.layouts import column
 
     colors = {label: RUNS[index % len(RUNS)] for index, label in enumerate(chart.lines)}
-    upper = _panel(chart.xlabel, chart.ylabel, chart.lines, colors, 290 + 20 * len(chart.lines))
+    upper = _panel(chart, chart.ylabel, chart.lines, colors, 290 + 20 * len(chart.lines))
+    if chart.top:
+        upper.y_range.update(start=0, end=chart.top)
     _legend(upper, "vertical")
     _mark(upper, chart.marks or {}, labeled=True)
     if not chart.lower:
         return upper
-    lower = _panel(chart.xlabel, chart.lower_ylabel, chart.lower, colors, 200)
+    lower = _panel(chart, chart.lower_ylabel, chart.lower, colors, 200)
     lower.x_range, lower.legend.visible = upper.x_range, False
     _mark(lower, chart.marks or {}, labeled=False)
     return column(upper, lower, sizing_mode="stretch_width")
@@ -94,23 +96,23 @@ def _mark(plot, marks, labeled):
         plot.add_layout(Span(location=step - 0.5, dimension="height", **line))
         if labeled:
             style = {"text_color": MARK, "text_font_size": "9pt", "text_baseline": "bottom"}
-            style |= {"angle": -90, "angle_units": "deg"}
+            style |= {"angle": -90, "angle_units": "deg", "x_offset": 4}
             plot.add_layout(Label(x=step - 0.5, y=top, text=text, **style))
 
 
-def _panel(xlabel, ylabel, lines, colors, height):
+def _panel(chart, ylabel, lines, colors, height):
     from bokeh.models import BasicTicker, HoverTool
 
-    plot = _plot(height, x_axis_label=xlabel, y_axis_label=ylabel)
+    plot = _plot(height, x_axis_label=chart.xlabel, y_axis_label=ylabel)
     plot.xaxis.ticker = BasicTicker(min_interval=1)
     # Later lines are thinner and dashed, so that earlier lines under them remain visible.
-    widths = np.linspace(6, 1.5, len(lines)) if len(lines) > 1 else [2]
+    widths = chart._replace(lines=lines).widths(6, 1.5)
     for width, (label, (numbers, values)) in zip(widths, lines.items()):
         line = {"color": colors[label], "legend_label": label, "name": label}
         dash = [round(length * width) for length in DASHES[[*colors].index(label) % len(DASHES)]]
         plot.line(numbers, values, line_width=width, line_dash=dash, **line)
         plot.scatter(numbers, values, size=3 + width, **line)
-    tooltips = [("", "$name"), (xlabel, "@x{0}"), (ylabel, "@y{0.0000[00]}")]
+    tooltips = [("", "$name"), (chart.xlabel, "@x{0}"), (ylabel, "@y{0.0000[00]}")]
     plot.add_tools(HoverTool(tooltips=tooltips))
     return plot
 

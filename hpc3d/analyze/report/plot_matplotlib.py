@@ -85,6 +85,8 @@ def draw(chart: object, width: float | None = None) -> Figure:
     limit = int(_LENGTH * scale**1.5)
     if isinstance(chart, Bars):
         chart = chart._replace(labels=[_shortened(label, limit) for label in chart.labels])
+    if isinstance(chart, Panels) and width:
+        chart = chart._replace(width=width)
     with default_style(), rc_context({"font.size": max(6, 10 * scale)}):
         figure = _drawn(chart)
         if width:
@@ -129,15 +131,16 @@ def _lines(chart: Lines):
     """Draw a line plot. Later lines are thinner and dashed, so that earlier ones are visible."""
     rows = 2 if chart.lower else 1
     figure, axes = empty(WIDTH, 2.4 + 1.2 * rows, rows, height_ratios=(2, 1)[:rows])
-    widths = np.linspace(6.0, 1.2, len(chart.lines)) if len(chart.lines) > 1 else [1.8]
     colors = {label: RUNS[index % len(RUNS)] for index, label in enumerate(chart.lines)}
     dashes = dict(zip(chart.lines, cycle(DASHES)))
-    for (label, line), width in zip(chart.lines.items(), widths):
+    for (label, line), width in zip(chart.lines.items(), chart.widths(6.0, 1.2)):
         style = _style(colors[label], width, dashes[label])
         axes[0].plot(*line, label=_escaped(label), **style)
     for label, line in (chart.lower or {}).items():
         axes[1].plot(*line, **_style(colors[label], 1.4, dashes[label]))
-    if len(chart.lines) > _INSIDE:
+    if chart.top:
+        axes[0].set_ylim(0, chart.top)
+    if len(chart.lines) > _INSIDE or chart.marks:
         _with_legend(figure, _NAMED)
     else:
         axes[0].legend(frameon=False)
@@ -149,7 +152,9 @@ def _lines(chart: Lines):
             if panel is axes[0]:
                 where = panel.get_xaxis_transform()
                 style = {"rotation": 90, "va": "top", "ha": "right", "fontsize": 7}
-                panel.text(step - 0.5, 0.98, _escaped(text), transform=where, color=MARK, **style)
+                panel.text(
+                    step - 0.5, 0.98, _escaped(text), transform=where, color="0.35", **style
+                )
     if rows == 2:
         axes[1].ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
     axes[-1].set_xlabel(chart.xlabel)
@@ -266,7 +271,7 @@ def _load_maps(chart: LoadMaps):
 
 @_drawn.register
 def _panels(chart: Panels):
-    return gantt(chart.panels)
+    return gantt(chart.panels, chart.width)
 
 
 @_drawn.register

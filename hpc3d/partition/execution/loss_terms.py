@@ -238,9 +238,9 @@ def _sum_over_samples(
 def _mean_over_targets(
     name: str, draw: Draw, loss: Callable[..., torch.Tensor], arguments: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Compute a mean loss with the denominator D n / N instead of that of the microbatch.
+    """Compute a mean loss with the denominator D n / N instead of the microbatch's denominator.
 
-    The mean over the microbatch is multiplied by its own denominator and divided by the new one.
+    The mean over the microbatch is multiplied by its own denominator and divided by D n / N.
     In 16 bits, a sum over the targets would be less accurate than their mean, and could overflow.
     The sum is computed only if all targets are ignored, because the mean would be NaN.
     """

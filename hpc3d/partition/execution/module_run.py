@@ -55,6 +55,7 @@ from hpc3d.config.parallel_rules import wrong_offload
 from hpc3d.config.resolve import refuse
 from hpc3d.config.rules import unknown_values
 from hpc3d.config.wrong_values import reported
+from hpc3d.console.command_line import positional
 from hpc3d.console.exit_codes import BadData
 from hpc3d.console.sanitize import counted
 from hpc3d.model.parameters import no_matrix
@@ -184,10 +185,9 @@ def asked_for(words: list[str]) -> RunRequest:
     """Parse the command line on rank 0; raise ValueError if it is invalid."""
     words = list(words)
     resumed = run_to_resume(words)
-    given = words and not words[0].startswith("-")
-    if not given and not resumed:
+    path = positional(words) or (resumed and resumed / "plan.json")
+    if not path:
         raise ValueError(f"the plan file is missing; {_USAGE}")
-    path = words.pop(0) if given else resumed / "plan.json"
     for key in _ABBREVIATED:
         short = key.rpartition(".")[2]
         words = [re.sub(f"^--{short}(?==|$)", f"--{key}", word) for word in words]

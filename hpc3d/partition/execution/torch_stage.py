@@ -88,7 +88,9 @@ class TorchStage:
         values = [node.meta["val"] for node in ends]
         return [(tuple(shape_of(like, micro.samples)), array_type(like.dtype)) for like in values]
 
-    def forward(self, x: Any, micro: SampleRows) -> tuple[Any, _Kept]:
+    def forward(
+        self, x: Any, micro: SampleRows, starting: Callable[[str], None] | None = None
+    ) -> tuple[Any, _Kept]:
         received = [*map(_tensor, _arrays(x), self.program.received)]
         keeps = micro.training and not self.recompute
         # Recomputation and evaluation write to these copies, so that each buffer is updated once.

@@ -164,7 +164,7 @@ def _sums_of(estimator: Estimator, config: Config) -> Callable[[int, int], float
     """
     chunks = contents(config)
     first = stage_content(chunks[0])
-    shown = estimator.shown_sums(config, estimator.costs.parts(config), first)
+    shown = estimator.shown_sums(config, estimator.costs.parts(config), first).seconds
     rate = shown / estimator.costs.held(config, first)["gradient"]
 
     def seconds(stage, layers):
@@ -181,7 +181,7 @@ def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]
     The function maps (stage, number of layers of each chunk) to bytes.
     """
     parts, placement = costs.parts(config), model_of(config).placement
-    sums, rest = costs.update(config, stage_content(contents(config)[0]))
+    sums, *rest = costs.update(config, stage_content(contents(config)[0]))
     sample = costs.sample(config, config.parallel.zero)
 
     def held(stage, layers):
@@ -189,7 +189,7 @@ def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]
             StageContent(count, part == 0, part == placement.parts - 1, _mixtures(config, count))
             for part, count in zip(placement.parts_of(stage), layers, strict=True)
         )
-        peaks = sums.peak, rest.peak
+        peaks = sums.peak, max(each.peak for each in rest)
         return stage_bytes(sample, config, parts, content, stage, *peaks).total()
 
     return held

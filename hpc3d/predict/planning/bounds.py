@@ -23,7 +23,7 @@ from hpc3d.predict.planning.contexts import (
     mean_hops,
     ring_words,
 )
-from hpc3d.predict.planning.pass_costs import LayerSample
+from hpc3d.predict.planning.pass_costs import LayerSample, replicas_of
 from hpc3d.predict.simulation.simulator import ranks_per_core
 from hpc3d.tensor.split import SCHEMES
 
@@ -170,6 +170,8 @@ class Bounds:
         moves = {axis: spent for axis, spent in candidate.moves.items() if axis not in hides}
         gathered = {*config.splits["dense"].m.split()} & {*"xyz"} - {*_panel_axes(config)}
         weights = sum(moves.get(axis, 0.0) for axis in gathered)
+        if config.parallel.prefetch:  # half of the bytes over the replicas are updated values
+            weights += replicas_of(config, moves).total() / 2
         words = sum(moves.values()) - weights - candidate.hidden
         alone = busy + _BOUND_MARGIN * (words + max(0.0, weights - busy))
         busy = self.ideal + self.launches * self.layers / stages + _BOUND_MARGIN * candidate.work

@@ -160,9 +160,9 @@ class CostTable:
         """Return the size in bytes of the gradients of all layers in the LayerSample."""
         return self.sample(config, config.parallel.zero).layer_gradient
 
-    def update(self, config: Config, stage: StageContent) -> tuple[Pass, Pass]:
-        """Return the costs of a stage's gradient reductions and optimizer update, as two
-        Passes."""
+    def update(self, config: Config, stage: StageContent) -> tuple[Pass, Pass, Pass]:
+        """Return the costs of a stage's gradient reductions, optimizer update and all-gathers of
+        updated values (see `LayerSample.update`)."""
         sample = self.sample(config, config.parallel.zero)
         layer = sample.layer_gradient
         times = sample.held_by(stage)["gradient"] / layer

@@ -83,12 +83,13 @@ class Estimator:
         # `late` is the stage whose gradient reductions end last. `after` is the work that remains
         # when the passes of this stage have ended.
         if even(config):
-            late, (sums, rest) = 0, costs.update(config, stages[0])
+            late, largest = 0, stages[0]
         else:
             late = self._last_to_reduce(config, parts, stages)
             largest = max({*stages}, key=lambda stage: costs.held(config, stage)["gradient"])
-            sums, rest = costs.update(config, stages[late])[0], costs.update(config, largest)[1]
-        after = _without(sums, self.hidden(config, parts, stages[late], sums)) + rest
+        sums = self.shown_sums(config, parts, stages[late])
+        _, rest, gathers = costs.update(config, largest)
+        after = sums + rest + self.shown_gathers(config, parts, largest, gathers)
         after = after + costs.world(config) + costs.tied_exchange(config, stages)
 
         # `totals` is the work of each stage in a step. The bubble is the idle time of the stage
@@ -111,7 +112,9 @@ class Estimator:
             {a: slowdown * s + (1 - slowdown) * step.idle[a] for a, s in step.waits.items()}
         )
         compute = total - bubble - waits.total()
-        stage, kinds = fullest(costs, config, parts, chunks, sums.peak, rest.peak)
+        stage, kinds = fullest(
+            costs, config, parts, chunks, sums.peak, max(rest.peak, gathers.peak)
+        )
         return Estimate(config, total, compute, bubble, +waits, stage, kinds)
 
     def works(
@@ -154,7 +157,7 @@ class Estimator:
         return model_of(config).steady_ends(self.part_costs(config, parts, slowdown))
 
     def _last_to_reduce(self, config, parts, stages):
-        shown = {each: self.shown_sums(config, parts, each) for each in {*stages}}
+        shown = {each: self.shown_sums(config, parts, each).seconds for each in {*stages}}
         ends = reduced(self._ends(config, parts), [shown[stage] for stage in stages])
         return ends.index(max(ends))
 
@@ -174,29 +177,40 @@ class Estimator:
         times = StageTimes(*zip(*seconds), self.costs.message(config, parts.block))
         return model_of(config).seconds(times)
 
-    def hidden(self, config: Config, parts: PartCosts, stage: StageContent, sums: Pass) -> Counter:
-        """Return the overlapped time of a stage's gradient reductions, in seconds per axis.
+    def shown_sums(self, config: Config, parts: PartCosts, stage: StageContent) -> Pass:
+        """Return the exposed cost of a stage's gradient reductions.
 
         Reductions can overlap with the last backward pass of the stage. A bucket is posted after
         each layer, so the last bucket is posted at the end of the pass and its reduction is
-        exposed. While a reduction of t seconds runs, the pass loses (1 - 1/f) t seconds, where f
-        is the factor `contention` of the machine, so that only t/f seconds are saved.
+        exposed.
         """
-        parallel = config.parallel
-        if not parallel.overlap:
-            return Counter()
-        posts = buckets(self.costs.held(config, stage)["gradient"], parallel.bucket_bytes)
-        share, idle = 1 - 1 / max(1, min(posts, stage.layers)), replicas_of(config, sums.idle)
-        share /= self.machine.contention
-        room = stage.layers * parts.layer.whole.seconds
+        sums, *_ = self.costs.update(config, stage)
+        overlap = config.parallel.overlap
+        return self._exposed(config, stage, sums, parts.layer.whole) if overlap else sums
+
+    def shown_gathers(
+        self, config: Config, parts: PartCosts, stage: StageContent, gathers: Pass
+    ) -> Pass:
+        """Return the exposed cost of the `gathers` of updated values on a stage.
+
+        Gathers can overlap with the first forward pass of the stage, except for the first bucket.
+        """
+        return self._exposed(config, stage, gathers, parts.layer.forward)
+
+    def _exposed(self, config: Config, stage: StageContent, calls: Pass, layer: Pass) -> Pass:
+        """Return the cost of `calls`, all buckets of which except one overlap with a pass.
+
+        `layer` is the cost of the pass of a layer. While a collective of t seconds runs, the pass
+        loses (1 - 1/f) t seconds, where f is the factor `contention` of the machine, so that only
+        t/f seconds are saved.
+        """
+        held = self.costs.held(config, stage)["gradient"]
+        posts = buckets(held, config.parallel.bucket_bytes)
+        share, idle = 1 - 1 / max(1, min(posts, stage.layers)), replicas_of(config, calls.idle)
+        share, room = share / self.machine.contention, stage.layers * layer.seconds
         if (early := share * idle.total()) > room:
             share *= room / early
-        return Counter({axis: share * seconds for axis, seconds in idle.items()})
-
-    def shown_sums(self, config: Config, parts: PartCosts, stage: StageContent) -> float:
-        """Return the exposed time of a stage's gradient reductions in seconds."""
-        sums, _ = self.costs.update(config, stage)
-        return sums.seconds - self.hidden(config, parts, stage, sums).total()
+        return _without(calls, Counter({axis: share * each for axis, each in idle.items()}))
 
     def slowdown(
         self,

@@ -37,7 +37,7 @@ from hpc3d.training.gradient_compression import GradientCompression, compression
 from hpc3d.training.graphed_step import captured
 from hpc3d.training.optimizers.catalog import optimizer_for, optimizer_of
 from hpc3d.training.optimizers.outer import OuterOptimizer
-from hpc3d.training.trainer import parameters_of, spec_of
+from hpc3d.training.trainer import gathers_later, parameters_of, spec_of
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -435,11 +435,12 @@ class LayerSample:
         seconds, busy = (clock.now - start) / 1e9, (clock.busy - busy) / 1e9
         return result, Pass(seconds, waits, left, peak, busy, idle)
 
-    def update(self, times: float, most: float, layers: int) -> tuple[Pass, Pass]:
-        """Return the cost of the gradient reductions and the cost of the optimizer update.
+    def update(self, times: float, most: float, layers: int) -> tuple[Pass, Pass, Pass]:
+        """Return the costs of the gradient reductions, of the optimizer update, and of the
+        all-gathers of updated values that overlap with the next forward pass.
 
         With local updates, the update includes the mean cost of the agreements per step.
-        Both costs are extrapolated from the measured layers by the factor `times`, with gradient
+        All costs are extrapolated from the measured layers by the factor `times`, with gradient
         buckets of at most `most` bytes. As an exception, the matrix products in the update are
         extrapolated to `layers` layers.
         """
@@ -450,7 +451,7 @@ class LayerSample:
         together = max(1, min(at_once, layers // every))
         several = self.layers._replace(layers=range(together * every))
         parameters, optimizer, *_ = self.built([several]) if together > 1 else self.layer
-        buckets = Buckets(parameters, most)
+        buckets = Buckets(parameters, most, gathers_later=gathers_later(self.config))
 
         def update():
             parameters.sum_of_squares()
@@ -460,7 +461,9 @@ class LayerSample:
 
         with self.clock.repeated(times / together, most, layers / (together * every)):
             _, rest = self.measured(update)
-        return sums, rest + self._agreement(times, most)
+            with self.graphed():
+                _, gathers = self.measured(buckets.complete)
+        return sums, rest + self._agreement(times, most), gathers
 
     def _agreement(self, times: float, most: float) -> Pass:
         """Return the mean cost per step of the agreements of workers with local updates."""

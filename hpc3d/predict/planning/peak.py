@@ -167,8 +167,8 @@ def stage_bytes(
         (saved, peaks[op][chunk] + blocks)
         for (op, chunk), saved in model.held(number, forward, inputs)
     ]
-    # The update holds at most two gathered buckets. Gradient reductions overlap with the last
-    # backward pass.
+    # The update, or the start of the next forward pass, holds at most two gathered buckets.
+    # Gradient reductions overlap with the last backward pass.
     early, most = _reduced(sample, config, content)
     backward = parts.layer.weight if split else parts.layer.whole
     remaining = max(1, content.layers - early * len(sample.layers.layers))

@@ -2,15 +2,17 @@
 
 On abstract arrays, passes of the same kind are identical for all microbatches: they take the same
 time, make the same calls and leave the same memory allocated. A simulation therefore executes only
-the first pass of each kind and the passes that overlap with gradient reductions. Within these
-passes, most Transformer blocks replay the recorded pass of an identical block.
+the first pass of each kind and the passes that overlap with gradient reductions or all-gathers of
+updated values. Within these passes, most Transformer blocks replay the recorded pass of an
+identical block.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.predict.simulation.owner_classes import OwnerPeers
 
+GATHERING = "F, gathering"  # kind of a forward pass that waits for updated values
 _Kind = tuple[Any, ...]  # kind of a pass, which is the same for identical passes
 
 
@@ -218,11 +221,11 @@ class PassRecorder:
         }
 
     def forward(
-        self, kind: _Kind, layers: PipelineStage, x: Array | None, micro: Microbatch
+        self, kind: _Kind, run: Callable[..., Any], x: Array | None, micro: Microbatch
     ) -> tuple[Any, Any]:
-        """Run and record the forward pass of a stage or block."""
+        """Record a forward pass of a stage or block, which `run(x, micro)` executes."""
         with self.record(kind, micro):
-            y, saved = layers.forward(x, micro)
+            y, saved = run(x, micro)
         held = _leases(saved)
         kept = [getattr(array, "lease", None) in held for array in (x, y)]
         self.results[kind] = _array_spec(y, x), kept
@@ -320,10 +323,14 @@ class ReplayedStage:
             return True
         return any(self.kind(op, micro) not in known for op in self.run.once.get(number, ()))
 
-    def forward(self, x: Array | None, micro: Microbatch) -> tuple[Any, Any]:
-        kind = self.kind("F", micro)
+    def forward(
+        self, x: Array | None, micro: Microbatch, starting: Callable[[str], None]
+    ) -> tuple[Any, Any]:
+        gathers = self.recorder.ledger.microbatch == self.run.gathers
+        kind = self.kind(GATHERING if gathers else "F", micro)
         if self.executes(micro):
-            return self.recorder.forward(kind, self.stage, x, micro)
+            run = partial(self.stage.forward, starting=starting)
+            return self.recorder.forward(kind, run, x, micro)
         return self.recorder.replay_forward(kind, x, micro)
 
     def backward(
@@ -382,7 +389,7 @@ class ReplayedBlock:
         if min(self.before, self.after) > 1:
             return self.recorder.replay_forward(kind, x, micro, self.number)
         if self.before == 1:
-            return self.recorder.forward(kind, self.block, x, micro)
+            return self.recorder.forward(kind, self.block.forward, x, micro)
         return self.block.forward(x, micro)
 
     def backward(
@@ -449,28 +456,33 @@ def _leases(saved: Any) -> set[AbstractLease]:
 class ExecutedMicrobatches(NamedTuple):
     """Microbatches of a model chunk whose passes must be executed, not replayed.
 
-    Passes of the microbatches in `always` overlap with gradient reductions. The microbatches in
-    `once` have the first passes of certain kinds (F, B or BW) for microbatches of their size, and
-    are executed until these passes have been recorded.
+    Passes of the microbatches in `always` overlap with collectives over the replicas. The
+    microbatches in `once` have the first passes of certain kinds (F, B or BW) for microbatches of
+    their size, and are executed until these passes have been recorded. The forward pass of
+    microbatch `gathers` waits for updated values (`None`: no pass does).
     """
 
     always: set[int]
     once: dict[int, list[str]]
+    gathers: int | None
 
 
 def microbatches_to_run(
-    groups: Iterable[Group], sizes: Sequence[int]
+    groups: Sequence[Group], sizes: Sequence[int], gathers: bool
 ) -> dict[int, ExecutedMicrobatches]:
     """Return the ExecutedMicrobatches of each model chunk.
 
     `groups` are the groups of instructions of a step, and `sizes` lists the size of each
-    microbatch.
+    microbatch. If `gathers` is true, updated values are gathered during the first forward pass of
+    each chunk.
     """
     found: set[tuple[str, int, int]] = set()
     run: dict[int, ExecutedMicrobatches] = {}
+    firsts = {chunk: mb for (op, mb, chunk), *_ in reversed(groups) if op == "F"}
     for group in groups:
         op, mb, chunk = group[0]
-        here = run.setdefault(chunk, ExecutedMicrobatches(set(), {}))
+        first = firsts.get(chunk) if gathers else None
+        here = run.setdefault(chunk, ExecutedMicrobatches({first} - {None}, {}, first))
         kind = op, chunk, sizes[mb] if mb >= 0 else 0
         if group[-1].op == "Reduce" and mb >= 0:
             here.always.add(mb)

@@ -35,6 +35,7 @@ from hpc3d.predict.simulation.count import ZeroBatches
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
 from hpc3d.predict.simulation.owner_classes import OwnerPeers, owner_classes
 from hpc3d.predict.simulation.replay import (
+    GATHERING,
     PassRecorder,
     ReplayedStage,
     microbatches_to_run,
@@ -319,7 +320,9 @@ def replay_passes(
     Returns a mapping of recorded passes. It is empty at first, and filled while the engine runs.
     """
     recorder = PassRecorder(engine.mesh, owners)
-    chosen = microbatches_to_run(program.stages[engine.stage], _microbatch_sizes(config))
+    gathers = program.training and engine.buckets.gathers_later and bool(engine.buckets.gathers)
+    groups = program.stages[engine.stage]
+    chosen = microbatches_to_run(groups, _microbatch_sizes(config), gathers)
     clock = engine.mesh.pool.meter
     if not _begins_idle(config, program, clock):  # its first passes may wait
         for run in chosen.values():
@@ -348,10 +351,13 @@ def _saved_by(passes: Mapping[tuple, RecordedPass]) -> dict[str, int]:
     """
     stages = {kind: each for kind, each in passes.items() if len(kind) == 4}  # without blocks
     largest = max((sequences for _, _, sequences, _ in stages), default=0)
+    chunks: dict[int, RecordedPass] = {}
+    for (name, chunk, sequences, refilled), recorded in stages.items():
+        if name in ("F", GATHERING) and (sequences, refilled) == (largest, False):
+            chunks[chunk] = recorded
     found: Counter[str] = Counter()
-    for (name, _, sequences, refilled), recorded in stages.items():
-        if (name, sequences, refilled) == ("F", largest, False):
-            found.update(recorded.saved)
+    for recorded in chunks.values():
+        found.update(recorded.saved)
     return dict(found)
 
 

@@ -33,7 +33,7 @@ class StageTurns:
             turn.acquire()
         self.mail: dict[_Letter, int] = {}
         self.ready, self.blocked = deque(range(stages)), dict[int, _Letter | None]()
-        self.times: list[int] = []  # times of the stages that wait for all other stages
+        self.times: list[int] = []  # arrival times of the stages that wait for all others
         self.last = 0  # the latest of these times in the previous exchange
         self.errors: list[BaseException] = []
 

@@ -47,6 +47,10 @@ def test_report_lists_configuration_differences_before_the_comparison(tmp_path, 
     text = (tmp_path / "out" / "report.md").read_text()
     assert f"Limits of this comparison:\n\n* {found['notes'][0]}\n" in text
     assert f"* train.batch: 192 in {three}; 96 in {flat}\n" in text
+    with h5py.File(one / "trace.h5", "r+") as file:
+        file.attrs["cores"] = 3
+    (note,) = reported(capsys, one, other, "--out", tmp_path / "out")["notes"]
+    assert note.startswith("all runs: cores: 3 for 4 ranks per host")
 
 
 def test_differing_keys_are_reported_by_group():

@@ -1,6 +1,7 @@
 """The report in a real browser: drawing, mouse, printing, and no network requests."""
 
 import io
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -98,6 +99,15 @@ def test_page_fits_the_window_width(page, width):
         hidden = "[...document.querySelectorAll('details[open] .scroll')].filter(each => "
         hidden += "each.scrollWidth > each.clientWidth + 1).length"
         assert page.value(hidden) == 0
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_tiles_are_in_rows_of_nearly_equal_length(page, width):
+    page.tab.set_viewport_size({"width": width, "height": 900})
+    page.until(f"innerWidth === {width} && {DRAWN}")
+    tops = "[...document.querySelectorAll('.cards > div')].map(each => each.offsetTop)"
+    lengths = [*Counter(page.value(tops)).values()]
+    assert len(lengths) > 1 and max(lengths) - min(lengths) <= 1
 
 
 def test_legend_leaves_room_for_the_plot_in_narrow_windows(page):

@@ -1,5 +1,7 @@
 """Contents of timeline figures."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,22 @@ def test_gantt_color_depends_on_kind_and_chunk():
 def test_gantt_labels_appear_only_where_they_fit():
     (panel,) = gantt([("", MEASURED)]).axes
     assert sorted(text.get_text() for text in panel.texts) == ["0", "0", "0"]
+
+
+def test_gantt_labels_and_titles_fit_in_a_narrow_figure():
+    rows = [[(0.05 * pos, 0.05 * (pos + 1), "F", str(pos % 10)) for pos in range(100)]]
+    title = (
+        "simulated: mean pass times, instantaneous messages, idle 27.3%, one panel per schedule"
+    )
+    for width in (10.0, 3.3):
+        figure = gantt([(title, rows)], width)
+        figure.draw_without_rendering()
+        (panel,) = figure.axes
+        boxes = [text.get_window_extent() for text in panel.texts]
+        assert len(boxes) == (100 if width == 10.0 else 0)
+        assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))
+        (shown,) = [text for text in panel.get_children() if title[:9] in str(text)]
+        assert shown.get_window_extent().x1 <= figure.bbox.width
 
 
 def test_gantt_messages_and_reductions_are_thin():

@@ -8,7 +8,7 @@ from matplotlib import rc_context
 
 from hpc3d.analyze.metrics.critical_path import critical_path
 from hpc3d.analyze.metrics.wait_states import calls_of
-from hpc3d.analyze.report import charts
+from hpc3d.analyze.report import charts, figure_list
 from hpc3d.analyze.report.charts import Bars, Heat, LoadMaps
 from hpc3d.analyze.report.plot_matplotlib import draw, save
 from hpc3d.analyze.report.step_timeline import timeline
@@ -46,7 +46,7 @@ def test_loss_figure_has_a_line_per_run_and_a_difference_panel():
 
 def test_single_run_has_no_difference_panel():
     (axes,) = draw(charts.loss([Run("3d", (3.5, 3.25))])).axes
-    assert axes.get_legend().get_texts()[0].get_text() == "3d"
+    assert axes.get_legend().get_texts()[0].get_text() == "training"
 
 
 def test_evaluation_curve_is_drawn_with_the_training_loss():
@@ -63,10 +63,24 @@ def test_each_validation_text_has_a_curve():
     keys = "text", "step", "loss"
     run.tables["validation"] = [dict(zip(keys, each, strict=True)) for each in texts]
     (axes,) = draw(charts.loss([run])).axes
-    names = "3d", "3d, validation", "3d, validation on a.h5", "3d, validation on b.h5"
+    names = "training", "validation", "validation on a.h5", "validation on b.h5"
     assert tuple(line.get_label() for line in axes.lines) == names
     np.testing.assert_array_equal(axes.lines[2].get_xydata(), [(0, 4.0), (1, 3.0)])
     np.testing.assert_array_equal(axes.lines[3].get_ydata(), (3.5, NAN))
+
+
+@pytest.mark.parametrize(("longest", "top"), [(59.0, None), (2000.0, 60.0)])
+def test_an_outlier_does_not_flatten_the_step_times(longest, top):
+    run = Run("3d", (3.5,) * 6)
+    for row, seconds in zip(run.tables["loss"], (9.0, 20.0, 20.0, longest, 21.0, 19.0)):
+        row |= {"seconds": seconds * 1e-3, "attempt": None}
+    chart = charts.step_times(run)
+    assert chart.lines["3d"][0] == [1, 2, 3, 4, 5] and chart.top == pytest.approx(top)
+    (axes,) = draw(chart).axes
+    assert (axes.get_ylim()[1] == pytest.approx(60.0)) == (top is not None)
+    if top:
+        (picture,) = figure_list._step_times(run)
+        assert picture.caption.endswith("the range of the chart: 1 step, at most 2.00 s (step 3).")
 
 
 @pytest.mark.slow

@@ -42,6 +42,15 @@ def test_bound_allows_for_prefetched_weights():
     assert bounds.least(bounds.candidate(config)) < step(faster, slow)[0]
 
 
+def test_bound_allows_for_gathers_of_updated_values_during_the_forward_pass():
+    """The gradient reduction and the all-gather take as long as a backward and a forward pass."""
+    slow = replace(CLUSTER, links=(Link(0, 1e-6, 4e9),))
+    line = "model.layers=8 model.hidden=1024 model.heads=8 model.sequence=128 train.batch=128"
+    config = settled(f"{line} d=8 zero=1 scheme=1d bucket_mb=4 prefetch=true")
+    bounds = Bounds(config, 8, 256, slow)
+    assert bounds.least(bounds.candidate(config)) < step(config, slow)[0]
+
+
 def test_bound_of_a_model_with_a_partial_rotary_embedding():
     """The measured block has heads with one feature, which cannot be rotated in part."""
     config = settled(f"{SMALL} x=8 scheme=1d model.kind=phi3 model.rope_fraction=0.5")

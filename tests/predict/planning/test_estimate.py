@@ -31,6 +31,8 @@ p=4 d=2 schedule=zb-h1 zero=2
 p=4 d=2 schedule=zb-h2 microbatches=2
 p=2 d=2 x=2 scheme=1d-sequence schedule=zb-v microbatches=4 zero=1
 d=8 train.backend=cupy
+d=8 zero=1 prefetch=true bucket_mb=1 train.backend=cupy
+p=4 d=2 schedule=1f1b microbatches=4 zero=2 prefetch=true
 x=4 y=2 scheme=2d microbatches=2 chunked_products=2 prefetch=true train.backend=cupy
 p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy
 p=4 d=2 schedule=gpipe microbatches=4 train.backend=cupy train.cuda_graph=true

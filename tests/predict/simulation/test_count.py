@@ -95,6 +95,13 @@ d=2 e=2 experts=4 balance_bias=0.01 local_steps=2 steps=4 reduce_dtype=bfloat16 
 d=4 local_steps=2 steps=4 compression=powersgd compression_rank=3
 """.strip().splitlines()
 
+# All-gathers of updated values during the forward pass.
+LATER = """
+d=2 c=2 microbatches=2 zero=1 sequence=4 bucket_mb=0.001 prefetch=true
+p=2 d=2 schedule=interleaved chunks=2 microbatches=4 zero=2 bucket_mb=0.001 prefetch=true
+d=2 z=2 microbatches=1 zero=1 optimizer=muon bucket_mb=0.001 prefetch=true
+""".strip().splitlines()
+
 SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE[::4]]  # ranks
 LINES = [
     *strided([*MIXES, *SMALL], 44, 42),
@@ -102,6 +109,7 @@ LINES = [
     *strided(NARROW, 9, 1),
     *strided(COMPRESSED, 9),
     *strided(LOCAL, 3),
+    *strided(LATER, 3),
     *strided(MANY, len(MANY), len(MANY)),
 ]
 

@@ -37,6 +37,7 @@ d=4 x=2 scheme=1d zero=1 dtype=float32 reduce_dtype=bfloat16
 d=4 shard=2 x=2 zero=1 dtype=float32 reduce_dtype=bfloat16 bucket_mb=0.01
 d=4 shard=2 zero=3 dtype=bfloat16 microbatches=2 optimizer=muon hidden=30 heads=6
 d=4 shard=2 zero=3 dtype=bfloat16 reduce_dtype=float32 microbatches=2 hidden=30 heads=6
+p=2 d=2 schedule=1f1b microbatches=2 zero=1 bucket_mb=0.01 prefetch=true dtype=bfloat16
 d=3 x=2 zero=2 dtype=bfloat16 reduce_dtype=float32 microbatches=2 scheme=2d prefetch=true
 c=4 x=2 microbatches=2 sequence=8 recompute='["mlp_act"]'
 d=2 c=4 zero=2 context=both ulysses=2 sequence=8 hidden=36

@@ -68,6 +68,7 @@ def test_overlap_shortens_a_published_step():
 # Layout, and the option that overlaps part of its communication.
 HIDDEN = {
     "d=8 zero=3 layers=2 batch=64 sequence=1024 dtype=bfloat16": "prefetch=true",
+    "d=8 zero=1 layers=8 batch=16 sequence=128 dtype=bfloat16": "prefetch=true",
     "x=2 y=2 z=2 layers=2 batch=64 sequence=1024 dtype=bfloat16": "prefetch=true",
     "x=8 scheme=1d-sequence layers=2 batch=64 sequence=1024 dtype=bfloat16": "chunked_products=2",
 }

@@ -34,6 +34,8 @@ c=4 x=2 schedule=none microbatches=3 sequence=8 context=both ulysses=2
 c=2 schedule=none microbatches=4 zero=3 sequence=8 hidden=32 heads=4 backend=cupy dtype=bfloat16
 p=2 c=4 schedule=1f1b microbatches=3 sequence=32 window=3 global_every=2
 p=2 d=2 schedule=1f1b microbatches=4 zero=1 dropout=0.1 backend=cupy dtype=float32 cuda_graph=true
+p=2 d=2 schedule=zb-v chunks=2 microbatches=4 zero=1 bucket_mb=0.001 prefetch=true
+d=2 schedule=none microbatches=3 zero=2 prefetch=true backend=cupy dtype=float32 cuda_graph=true
 """.strip().splitlines()
 BLOCKS = """
 p=2 d=2 x=2 schedule=1f1b microbatches=3 layers=12 zero=1 bucket_mb=0.01 recompute=[2,8]
@@ -42,6 +44,7 @@ d=2 c=2 y=2 z=2 schedule=none microbatches=2 layers=6 sequence=8 zero=1 recomput
 p=2 d=2 c=4 schedule=interleaved chunks=2 microbatches=4 layers=24 sequence=8 prefetch=true
 z=2 x=2 d=2 schedule=none microbatches=2 layers=6 keep_gathered=false recompute=full prefetch=true
 x=2 y=2 scheme=2d-summa schedule=none microbatches=2 layers=6
+d=2 x=2 schedule=none microbatches=2 layers=7 zero=1 bucket_mb=0.001 prefetch=true
 c=2 schedule=none microbatches=2 layers=7 sequence=16 window=3 global_every=3
 schedule=none layers=7 sequence=99 kind=gemma3_text window=99 global_every=3 rope_window_theta=20
 """.strip().splitlines()
@@ -55,7 +58,7 @@ def simulated(line):
 
 @pytest.mark.parametrize(
     "line",
-    [*strided(PIPELINES, 28), *strided(REPLAYED, 4), *strided(MIXTURES, 8, 1)],
+    [*strided(PIPELINES, 28), *strided(REPLAYED, 5), *strided(MIXTURES, 8, 1)],
 )
 def test_replayed_passes_equal_executed_ones(line):
     """Compares all values of all rows except times, and the peaks of every kind of memory.
@@ -109,6 +112,7 @@ p=2 d=2 schedule=interleaved chunks=2 microbatches=4 layers=16
 d=2 x=2 schedule=none microbatches=2 layers=12 scheme=1d
 d=4 shard=2 schedule=none microbatches=2 layers=12 zero=1
 d=2 schedule=none microbatches=3 layers=6 batch=12 zero=3 prefetch=true
+d=2 schedule=none microbatches=2 layers=12 zero=1 prefetch=true
 """.strip().splitlines()
 
 
@@ -167,6 +171,7 @@ STEADY = """
 p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=6 zero=1 backend=cupy dtype=float32
 p=2 d=2 schedule=zb-h1 microbatches=4 zero=3 optimizer=muon prefetch=true
 d=2 e=2 schedule=none microbatches=3 zero=2 experts=4 top_k=2 balance_bias=0.01 overlap=false
+p=2 d=2 schedule=1f1b microbatches=4 zero=1 bucket_mb=0.001 prefetch=true
 c=2 schedule=none microbatches=4 sequence=8 hidden=32 heads=4 backend=cupy dtype=bfloat16
 """.strip().splitlines()
 
@@ -226,9 +231,9 @@ def test_pass_that_has_been_recorded_is_executed_only_beside_gradient_reductions
     """The last microbatch is executed only on the first stage, which sends no gradient."""
     executed, whole = [], Stage.forward
 
-    def forward(self, x, micro):
+    def forward(self, x, micro, starting):
         executed.append(micro.first)
-        return whole(self, x, micro)
+        return whole(self, x, micro, starting)
 
     monkeypatch.setattr(Stage, "forward", forward)
     pipeline = "p=2 schedule=1f1b microbatches=4 batch=4"

@@ -69,7 +69,7 @@ hpc3d.theme = (() => {
     const colors = {};
     for (const key of TEXT) if (key in model.properties) colors[key] = text;
     for (const key of LINES) if (key in model.properties) colors[key] = lines;
-    if (model.type === "Title") colors.text_color = text;
+    if (["Label", "Title"].includes(model.type)) colors.text_color = text;
     if ("border_fill_color" in model.properties)
       Object.assign(colors, { border_fill_color: ground, background_fill_color: ground });
     if ("inactive_fill_color" in model.properties) colors.inactive_fill_color = ground;
