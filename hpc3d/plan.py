@@ -336,6 +336,9 @@ def show(
     print("(comm.: share of the step time; axis: mesh axis with the longest waiting time)")
     if (first := best[0].config).train.backend == "cupy":
         print(f"CUDA graph of layout 1: {graph_in_words(first)}")
+    if first.parallel.local_steps:
+        workers = counted(first.workers, "worker")
+        print(f"local updates: {workers} (mesh.d), as in the input; the step time is a mean")
     for where, rows in named.items():
         print(f"\nBest layout of each scheme, with {where}:")
         for name, row in rows.items():

@@ -77,7 +77,9 @@ is set, evaluation_batch_s is the time in seconds per evaluation batch, and eval
 the peak memory of a rank during an evaluation. For a mixture of experts, mixture contains
 parameters, active, blocks, group, slots and capacity. If the machine file lists the errors of
 published steps with a similar layout, interval contains layout, steps, low_s and high_s. For GPUs,
-cuda_graph states what the CUDA graph of the step contains, or why it has none"""
+cuda_graph states what the CUDA graph of the step contains, or why it has none. With local updates,
+step_time_s is a mean. The key agreement contains every, the interval in steps, and the step time
+step_s and the bytes of a step in which the workers agree"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,6 +175,8 @@ def _print_step(config, found, chosen):
         print(line)
     step = readable_time(found["step_time_s"])
     print(f"step            {step}, {found['tokens_per_s']:.4g} tokens/s")
+    if agreement := found.get("agreement"):
+        print(f"agreement       {_agreement(agreement)}")
     if around := found.get("interval"):
         print(f"interval        {described(around)}")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
@@ -197,6 +201,18 @@ def _print_step(config, found, chosen):
     for axis, ops in found["bytes"].items():
         for op, each in ops.items():
             print(f"{axis:7s} {op:15s} {each['calls']:7d} {each['bytes'] / 1e6:17.3f}")
+
+
+def _agreement(agreement):
+    """Describe the agreements of the workers: interval, step time and received bytes."""
+    from hpc3d.comm.mesh import COPIES
+
+    every, seconds = agreement["every"], readable_time(agreement["step_s"])
+    received = sum(each["bytes"] for each in agreement["bytes"].get(COPIES, {}).values())
+    line = f"{seconds}, in which a rank receives {received / 1e6:.3f} MB from other workers"
+    if every == 1:
+        return f"every step: {line}"
+    return f"a step in {every}: {line}; the step time is a mean, all other values without it"
 
 
 def _sum_of_times(time):

@@ -26,7 +26,7 @@ from hpc3d.model.spec import ModelSpec
 from hpc3d.model.stage import LayerRange, build
 from hpc3d.tensor.split import Split
 from hpc3d.training.gradient_compression import OWN_STATES
-from hpc3d.training.optimizers.catalog import optimizer_of, state_kinds
+from hpc3d.training.optimizers.catalog import state_kinds, states_of
 from hpc3d.training.optimizers.optimizer import MASTER
 
 log = logging.getLogger(__name__)
@@ -166,12 +166,14 @@ def _arrays_of(
     The kinds are the value and the optimizer states. `stateless` names the parameters that have
     no optimizer states.
     """
-    kinds, specs = kinds_of(opened), (MASTER, *optimizer_of(config_of(opened)).STATES)
+    kinds, specs = kinds_of(opened), (MASTER, *states_of(config_of(opened)))
     for name, shape in shapes.items():
         held = [
             spec
             for spec in specs
-            if spec.name in kinds and name not in stateless and spec.of(name, shape)
+            if spec.name in kinds
+            and (spec.outer or name not in stateless)
+            and spec.of(name, shape)
         ]
         shards = {spec.codes: opened.shards(name, spec.codes, shape) for spec in held}
         states = {spec.name: spec.shape(shape, shards[spec.codes]) for spec in held}
@@ -261,7 +263,9 @@ def inconsistencies(
     for name, kind in opened.sources.keys() - held.keys():
         if kind not in OWN_STATES:
             yield f"{folder}: the model has no {name}, {kind}"
-    for (name, kind), shape in held.items():
-        boxes = [box for _, box in opened.sources.get((name, kind), ()) if box.size]
-        if fault := coverage_error(boxes, whole_of(shape)):
-            yield f"{folder}: {name}, {kind}: {fault}"
+    stored = [(opened.sources, held), *((each, held.keys() & each) for each in opened.workers[1:])]
+    for sources, keys in stored:
+        for name, kind in keys:
+            boxes = [box for _, box in sources.get((name, kind), ()) if box.size]
+            if fault := coverage_error(boxes, whole_of(held[name, kind])):
+                yield f"{folder}: {name}, {kind}: {fault}"

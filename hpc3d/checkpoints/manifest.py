@@ -26,6 +26,7 @@ _CODES = "|u1", "|i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8", "<c8", "<c16"
 _TYPES = {_BFLOAT16: 2} | {code: np.dtype(code).itemsize for code in _CODES}
 _SHARD = re.compile(r"rank-[0-9]{5,9}\.bin")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")  # tensor name
+_KIND = re.compile(r"\.[1-9][0-9]{0,6}\Z")  # number of a worker, at the end of a kind
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 1 << 30  # maximum size of a manifest in bytes, enough for about ten million boxes
 _MOST = 1 << 62  # upper bound on every integer in a manifest
@@ -191,7 +192,7 @@ def _sound_piece(
         isinstance(name, str)
         and _NAME.fullmatch(name)
         and isinstance(kind, str)
-        and kind in kinds
+        and _KIND.sub("", kind) in kinds
         and isinstance(dtype, str)
         and dtype in _TYPES
         and _number(offset)

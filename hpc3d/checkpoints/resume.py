@@ -52,6 +52,10 @@ _DROPPED = (
     "resume: the error feedback of parallel.compression is discarded, because this run does not "
     "compress gradients"
 )
+_MEAN = (
+    "resume: each worker continues from the mean parameters of {} workers, and from the optimizer "
+    "states of one of them"
+)
 _NOTHING = "{}: no checkpoint to resume from; start a new run"
 
 
@@ -325,6 +329,7 @@ def resume(
     are unchanged, the best evaluation loss so far is restored in `evaluator`.
     """
     opened, wrong = _newest(job, run, differs or partial(mismatch, trainer.config))
+    before, opened = len(opened.workers), opened.for_worker(trainer.worker, trainer.workers)
     owned = bool(trainer.parameters.own_states) and _same_layout(opened, trainer.config)
     problem = _attempt(lambda: _take(opened, trainer, owned))
     if problems := _problems_of_all(job, problem):
@@ -334,6 +339,8 @@ def resume(
     for line in wrong:
         say(f"resume: {line}")
     say(f"resume: step {opened.header['step']} follows checkpoint {opened.folder}")
+    if before not in (1, trainer.workers):
+        say(_MEAN.format(before))
     if trainer.parameters.own_states and not owned:
         say(_ANEW)
     elif not owned and any(kind in OWN_STATES for _, kind in opened.sources):
@@ -350,6 +357,8 @@ def resume(
 
 def _take(opened: Checkpoint, trainer: Trainer, owned: bool) -> None:
     restore(opened, trainer.parameters, trainer.optimizer)
+    if trainer.outer and not trainer.outer.is_in(opened.sources):
+        trainer.outer.start()
     if owned:
         restore_own(opened, trainer.parameters)
 

@@ -75,8 +75,9 @@ class Saver:
         """Wait for the previous save, then save the state after `done` steps."""
         self.wait()
         trainer, self.saved, begin = self.trainer, done, time.monotonic()
+        agreed = trainer.outer is None or trainer.outer.is_due(done - 1)
         with trainer.mesh.trace.span("snapshot", "none"):
-            snapshot = Snapshot(trainer.parameters, trainer.optimizer)
+            snapshot = Snapshot(trainer.parameters, trainer.optimizer, agreed)
         self.exposed = time.monotonic() - begin
         header = self.header(done) | {"step": done, "updates": trainer.optimizer.steps}
         header["loss_scale"] = trainer.scaling.state()

@@ -5,10 +5,11 @@
 Each rank writes one file with the slices of parameters and optimizer states that it owns; each
 element is written once. A slice of a tensor consists of a few boxes (rectangular blocks).
 Rank-local states (Parameters.own_states) are stored as vectors under the name of the rank, and
-only a run with the same layout loads them. The manifest is written last. It lists the boxes and
-the SHA-256 hashes of all files, so that each reader loads only the elements of its own blocks. A
-folder gets its final name after all files are on disk, so a checkpoint is either complete or
-absent.
+only a run with the same layout loads them. With local updates, every worker stores its own copy of
+the arrays that differ between workers; worker 3 stores them as kinds such as "first.3", and worker
+0 without a number. The manifest is written last. It lists the boxes and the SHA-256 hashes of all
+files, so that each reader loads only the elements of its own blocks. A folder gets its final name
+after all files are on disk, so a checkpoint is either complete or absent.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +31,17 @@ from hpc3d.arrays.pool import from_host, on_host, to_host
 from hpc3d.checkpoints.block_slices import BlockSlices, box_of, boxes, whole_of
 from hpc3d.checkpoints.manifest import FORMAT, VERSION, name_of, narrowed, read_manifest, type_of
 from hpc3d.checkpoints.moment_blocks import StoredMoment
-from hpc3d.comm.mesh import Mesh
+from hpc3d.comm.mesh import COPIES, Mesh
 from hpc3d.console.sanitize import reason_of
 from hpc3d.console.small_files import naming, replacing, sync
 from hpc3d.model.parameters import Parameter, Parameters
 from hpc3d.ops.quantize import LEVELS
 from hpc3d.tensor.layout import Layout
 from hpc3d.training.optimizers.optimizer import MASTER, Optimizer
+from hpc3d.training.optimizers.outer import OUTER_STATES
+
+_VALUES = "value", MASTER.name
+_OUTER = tuple(spec.name for spec in OUTER_STATES)
 
 
 class OwnElements(NamedTuple):
@@ -93,12 +99,13 @@ class StoredPiece(NamedTuple):
 class Snapshot:
     """Copy of this rank's shard of the training state in host memory.
 
-    `pieces` describes the arrays, and `arrays` contains their bytes.
+    `pieces` describes the arrays, and `arrays` contains their bytes. `agreed` is true unless
+    workers with local updates have different parameters.
     """
 
-    def __init__(self, parameters: Parameters, optimizer: Optimizer) -> None:
+    def __init__(self, parameters: Parameters, optimizer: Optimizer, agreed: bool = True) -> None:
         self.pieces, self.arrays, self.nbytes = [], [], 0
-        for name, kind, parts, elements in shares(parameters, optimizer):
+        for name, kind, parts, elements in shares(parameters, optimizer, agreed):
             edges = [part.edges for part in parts]
             dtype = name_of(elements.dtype)
             self.pieces.append(StoredPiece(name, kind, dtype, self.nbytes, edges))
@@ -107,15 +114,22 @@ class Snapshot:
 
 
 def shares(
-    parameters: Parameters, optimizer: Optimizer
+    parameters: Parameters, optimizer: Optimizer, agreed: bool = True
 ) -> Iterator[tuple[str, str, list[BlockSlices], Array]]:
-    """Yield (name, kind, boxes, elements) for each array that this rank saves."""
+    """Yield (name, kind, boxes, elements) for each array that this rank saves.
+
+    `agreed` is as in `Snapshot`.
+    """
+    worker = parameters.mesh.coord(COPIES) if parameters.local else 0
+    common = {*_OUTER, *(_VALUES if agreed else ())}
     for item in parameters:
         for own in _own_elements(item, parameters, optimizer):
-            for each in own.sections(item, parameters.mesh) if own.counts else ():
-                parts = each.boxes
+            if not own.counts or (worker and own.kind in common):
+                continue
+            for each in own.sections(item, parameters.mesh):
+                parts, kind = each.boxes, f"{each.kind}.{worker}" if worker else each.kind
                 size = sum(part.size for part in parts)
-                yield item.name, each.kind, parts, each.elements.reshape(-1)[:size]
+                yield item.name, kind, parts, each.elements.reshape(-1)[:size]
     for kind, state in parameters.own_states.items():
         yield _rank_name(parameters.mesh.rank), kind, [whole_of(state.shape)], state
 
@@ -248,6 +262,10 @@ def steps_of(parent: Path) -> list[Path]:
 class Checkpoint:
     """Checkpoint opened for reading; `header` is its manifest without the list of files.
 
+    `workers` has one dict per worker that stored arrays of its own; with a single entry, there are
+    no workers, or they have the same state. `sources` contains the arrays of one of them. If the
+    workers have different values, `fill` returns their mean.
+
     Raises ValueError if the manifest is invalid or a file has the wrong size.
     """
 
@@ -255,29 +273,44 @@ class Checkpoint:
         self.folder = Path(folder)
         try:
             self.header, self.files = read_manifest(self.folder)
-            self.sources = self._sources()
+            self.workers = self._sources_of_workers()
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{self.folder} is not a complete checkpoint: {_describe_error(error)}"
             ) from None
+        self.sources = self.workers[0]
 
-    def _sources(self):
-        """Return a dict from (tensor name, kind) to a list of (array of elements, box)."""
-        sources = {}
+    def for_worker(self, number: int, workers: int) -> Checkpoint:
+        """Return the checkpoint as worker `number` of `workers` reads it.
+
+        If as many workers wrote the checkpoint, each reads its own arrays. Otherwise, a worker
+        reads the mean of the values, and the optimizer states of one of the former workers.
+        """
+        found, before = copy(self), len(self.workers)
+        found.sources = self.workers[0] | self.workers[number % before]
+        found.workers = [found.sources] if workers == before else self.workers
+        return found
+
+    def _sources_of_workers(self):
+        """Return, for each worker, a dict from (tensor name, kind) to (array, box) pairs."""
+        found = {0: {}}
         for file in self.files:
             path = self.folder / file["file"]
             size = path.stat().st_size
             if not path.is_file() or size != file["bytes"]:
                 raise ValueError(f"{path.name} has {size} bytes, not {file['bytes']}")
             data = np.memmap(path, "u1", "r") if size else np.empty(0, np.uint8)
-            for name, kind, stored, offset, edges in file["pieces"]:
-                dtype = type_of(stored)
+            for name, full_kind, stored, offset, edges in file["pieces"]:
+                kind, _, worker = full_kind.partition(".")
+                sources, dtype = found.setdefault(int(worker or 0), {}), type_of(stored)
                 for box in itertools.starmap(BlockSlices, edges):
                     nbytes = box.size * dtype.itemsize
                     elements = data[offset : offset + nbytes].view(dtype).reshape(box.shape)
                     sources.setdefault((name, kind), []).append((elements, box))
                     offset += nbytes
-        return sources
+        if len(found) <= max(found):
+            raise ValueError(f"it lacks the arrays of one of {max(found) + 1} workers")
+        return [found[number] for number in sorted(found)]
 
     def exact(self, name: str) -> str:
         """Return the kind of the master copy if one is stored for a tensor, otherwise "value"."""
@@ -308,8 +341,21 @@ class Checkpoint:
 
         Raises ValueError if an element is missing or exceeds the range of the array's type.
         """
+        differing = [each for each in self.workers if (name, kind) in each]
+        if kind not in _VALUES or len(differing) < 2:
+            self._fill_from(self.sources, array, name, kind, box)
+            return
+        total, block = np.zeros(array.shape), np.empty(array.shape)
+        for sources in differing:
+            self._fill_from(sources, block, name, kind, box)
+            total += block
+        array[...] = total / len(differing)
+
+    def _fill_from(
+        self, sources: dict, array: np.ndarray, name: str, kind: str, box: BlockSlices
+    ) -> None:
         absent = np.ones(array.shape, bool)
-        for elements, part in self.sources.get((name, kind), ()):
+        for elements, part in sources.get((name, kind), ()):
             both = part.intersection(box)
             if both.size:
                 found = elements[both.index_in(part)]
@@ -327,12 +373,17 @@ def restore(checkpoint: Checkpoint, parameters: Parameters, optimizer: Optimizer
     """Load a rank's parameters and its optimizer, if any, from a checkpoint.
 
     The checkpoint may have a different layout and data type. Values and master copies are both
-    read from the stored full-precision array.
+    read from the stored full-precision array. States of the outer optimizer may be missing.
     """
     for item, slices in parameters.slices.items():
         exact = checkpoint.exact(item.name)
         value, *states = _own_elements(item, parameters, optimizer)
         whole = value._replace(elements=parameters.flat(item)[slices.value], first=0)
+        states = [
+            each
+            for each in states
+            if each.kind not in _OUTER or (item.name, each.kind) in checkpoint.sources
+        ]
         states = _fill_moved_blocks(checkpoint, item, states)
         for own in (whole, *states):
             stored = exact if own.kind in ("value", MASTER.name) else own.kind

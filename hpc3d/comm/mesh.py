@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hpc3d.arrays.pool import Pool
 
 DATA = "d"
-COPIES = "r"  # groups of replicas in hybrid sharding; each group has a copy of every shard
+COPIES = "r"  # groups of replicas (hybrid sharding, local updates); each has a copy of every shard
 CONTEXT = "c"
 EXPERTS = "e"
 # Names of the groups of ranks that span several data axes (see `data_axes` and `plane`).
@@ -29,7 +29,8 @@ def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
 
     Gradients are reduced over these axes. If there are several such axes, the ranks that they span
     form a single group for this reduction, called a plane. Axis COPIES is excluded, because ZeRO
-    does not shard along it; gradients are reduced along it separately.
+    does not shard along it; gradients, or with local updates parameters, are reduced along it
+    separately.
     """
     return *expert_data_axes(sizes), *([EXPERTS] if sizes.get(EXPERTS, 1) > 1 else [])
 

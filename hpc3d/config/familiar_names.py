@@ -54,6 +54,7 @@ _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "mesh.e": "ep expert_model_parallel_size expert_parallel_size ep_size",
     "parallel.zero": "zero_stage zero_optimization",
     "parallel.shard": "sharding_group_size mics_shard_size zero_hpz_partition_size",
+    "parallel.local_steps": "local_sgd_steps diloco_sync_every",
     "parallel.chunks": "virtual_pipeline_model_parallel_size num_model_chunks",
     "parallel.recompute": "activation_checkpointing recompute_granularity gradient_checkpointing "
     "activation_checkpoint recompute_modules",

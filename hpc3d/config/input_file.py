@@ -86,8 +86,9 @@ class MeshConfig:
     def sizes(self, shard: int = 0) -> dict[str, int]:
         """Return a dict from each mesh axis to its number of ranks, outermost axis first.
 
-        With hybrid sharding, `shard` is the number of replicas per group. Axis d is then split
-        into the axis COPIES, along which the groups are numbered, and the d axis of a group.
+        With hybrid sharding or local updates, `shard` is the number of replicas per group. Axis d
+        is then split into the axis COPIES, along which the groups are numbered, and the d axis of
+        a group.
         """
         return dict(_sizes_of(self, shard))
 
@@ -150,6 +151,20 @@ class ParallelConfig:
     ] = 0
     """Hybrid sharding (HSDP): ZeRO shards over groups of this many replicas along d, and gradients
     are also all-reduced between the groups. It must divide mesh.d. 0 shards over all replicas."""
+    local_steps: Annotated[int, AtLeast(0), AtMost(INT32), ValidFor("torch.factory", None)] = 0
+    """Local updates: number of steps that each worker trains on its own before the workers average
+    their parameters (local SGD, DiLoCo). A worker is a group of parallel.shard replicas or, if
+    this key is unset, one replica. 0 reduces the gradients of all replicas in every step."""
+    outer_learning_rate: Annotated[
+        float, MoreThan(0), LessThan(inf), ValidFor("parallel.local_steps")
+    ] = 1.0
+    """Learning rate of the outer optimizer, which moves the agreed parameters towards the mean of
+    the workers. With 1 and without momentum, the workers continue from their mean. DiLoCo uses
+    0.7."""
+    outer_momentum: Annotated[float, AtLeast(0), LessThan(1), ValidFor("parallel.local_steps")] = (
+        0.0
+    )
+    """Nesterov momentum of the outer optimizer. DiLoCo uses 0.9."""
     bucket_mb: Annotated[float | None, AtLeast(0), LessThan(inf)] = None
     """Size of a gradient bucket in MB. One collective reduces each bucket along d. Default: 25, or
     more if latency accounts for more than 40 % of the predicted time of a collective of 25 MB
@@ -225,6 +240,11 @@ class ParallelConfig:
     def bucket_bytes(self) -> float:
         """Maximum size of a gradient bucket in bytes."""
         return 1e6 * (BUCKET_MB if self.bucket_mb is None else self.bucket_mb)
+
+    @property
+    def group(self) -> int:
+        """Number of replicas along d that reduce their gradients in every step; 0 for all."""
+        return self.shard or min(1, self.local_steps)
 
     @property
     def sharding(self) -> str:
@@ -656,13 +676,13 @@ class Config:
     def sizes(self) -> dict[str, int]:
         """Return a dict from each mesh axis to its number of ranks, outermost axis first.
 
-        Hybrid sharding splits axis d into two axes (`MeshConfig.sizes`).
+        Hybrid sharding and local updates split axis d into two axes (`MeshConfig.sizes`).
         """
-        return self.mesh.sizes(self.parallel.shard)
+        return self.mesh.sizes(self.parallel.group)
 
     def grid(self) -> Grid:
         """Return the `Grid` of ranks with the sizes of `sizes`."""
-        return self.mesh.grid(self.parallel.shard)
+        return self.mesh.grid(self.parallel.group)
 
     @cached_property
     def tensor_split(self) -> Split:
@@ -676,15 +696,23 @@ class Config:
 
         The kinds are `dense` (blocks, embedding and head) and `experts`. A split includes the data
         axes. Experts are sharded along axis e, so the split of `experts` does not contain e.
+        With local updates, each worker has consecutive sequences of a microbatch, so that the
+        result does not depend on the layout of a worker.
         """
         split, zero, sizes = self.tensor_split, self.parallel.zero, self.sizes()
-        split = split.over(COPIES) if COPIES in sizes else split
+        local = self.parallel.local_steps > 0
+        split = split.over(COPIES, outermost=local) if COPIES in sizes else split
         split = split.over(DATA, zero) if sizes[DATA] > 1 else split
         dense = split.over("e", zero) if self.mesh.e > 1 else split
         splits = {"dense": dense, "experts": split}
         if self.mesh.c > 1:
             splits = {kind: each.over("c", zero, outermost=True) for kind, each in splits.items()}
         return splits
+
+    @property
+    def workers(self) -> int:
+        """Number of workers with local updates; 1 if gradients are reduced over all replicas."""
+        return self.mesh.d // self.parallel.group if self.parallel.local_steps else 1
 
     def keep(self) -> str:
         """Return the gathered GEMM operands to save for the backward pass: "xw", "x" or "" (none).

@@ -77,7 +77,9 @@ def wrong_compression(config: Config) -> Iterator[str]:
     zero, key = config.parallel.zero, f"parallel.compression = {config.parallel.compression}"
     if config.parallel.compression == "none":
         return
-    if zero > 1:
+    if config.parallel.local_steps and zero:
+        yield f"{key}: parallel.zero = {zero} shards the outer gradients; use parallel.zero = 0"
+    elif zero > 1:
         yield f"{key}: parallel.zero = {zero} shards the gradients; use parallel.zero = 0 or 1"
     if config.train.dtype == "float16":
         why = "error feedback does not support the varying loss scale of float16"

@@ -115,6 +115,9 @@ def _wrong_asynchronous(config: Config, schedule: Schedule) -> Iterator[str]:
             why = f"{name} always has passes in flight, which cannot be saved"
             remedy = f"use {none}, or a synchronous schedule"
             yield f"checkpoint.{key} = {str(value).lower()}: {why}; {remedy}"
+    if local := config.parallel.local_steps:
+        why = f"the steps of {name} overlap, so that workers cannot agree between them"
+        yield f"parallel.local_steps = {local}: {why}; use 0, or a synchronous schedule"
     if config.train.dtype == "float16":
         why = f"{name} cannot skip a step whose gradient overflows"
         yield f"train.dtype = float16: {why}; use bfloat16, or a synchronous schedule"

@@ -18,7 +18,8 @@ shard:
 
 With hybrid sharding, the replicas form groups, which are numbered along the axis r, and d is the
 axis within a group. Each group has a copy of all shards, and the gradients of the shards are
-reduced along r at the end of a step.
+reduced along r at the end of a step. With local updates, the groups are workers that train on
+their own, and the outer optimizer (hpc3d.training.optimizers.outer) averages their parameters.
 
 Stages 2 and 3 apply to matrices and the token table, whose shards consist of rows: if a block has
 n rows and d replicas, each replica has ceil(n / d) rows, and the last shards end with padding.
@@ -188,7 +189,9 @@ class Parameters:
     accumulated in float32 (arXiv:1710.03740, section 3) and reduced over the data axes in the type
     `reduced`. `offload` names the data that is offloaded from the memory of the ranks: with
     "parameters", the matrices of Transformer blocks are stored in a separate flat array,
-    `elsewhere`. `units` maps each unit to its index in the order of the forward pass.
+    `elsewhere`. If `local` is true, the groups of replicas along COPIES are workers that train on
+    their own, and gradients are not reduced along this axis.
+    `units` maps each unit to its index in the order of the forward pass.
     """
 
     def __init__(
@@ -199,8 +202,9 @@ class Parameters:
         whole_matrices: Which = no_matrix,
         reduced: DTypeLike | None = None,
         offload: Collection[str] = (),
+        local: bool = False,
     ) -> None:
-        self.mesh, self.dtype, self.zero = mesh, np.dtype(dtype), zero
+        self.mesh, self.dtype, self.zero, self.local = mesh, np.dtype(dtype), zero, local
         self.wide = np.promote_types(dtype, np.float32)  # dtype of gradients and optimizer state
         self.reduced = np.dtype(reduced or self.wide)
         self.whole_matrices, self.offload = whole_matrices, offload
@@ -240,12 +244,13 @@ class Parameters:
 
         If `axes` contains all axes of `replicas`, the gradient is reduced over them after the
         tensor axes, in a single reduction over their combined group. With hybrid sharding, the
-        resulting shards are then reduced over the groups of replicas.
+        resulting shards are then reduced over the groups of replicas, unless these are workers
+        with local updates.
         """
         data = [axis for axis in replicas if self.mesh.size(axis) > 1]
         others = [axis for axis in axes if axis not in (*data, COPIES)]
         over = [axis for axis in data if axis in axes]
-        copies = [axis for axis in axes if axis == COPIES]
+        copies = [axis for axis in axes if axis == COPIES and not self.local]
         return (*others, *([plane(replicas)] if over and over == data else over), *copies)
 
     def parts(self, item: Parameter) -> int:
@@ -431,7 +436,8 @@ class Parameters:
     def counts(self, item: Parameter) -> bool:
         """Return True if this rank includes its own shard in gradient norms and checkpoints.
 
-        Of several identical copies of a shard, exactly one is included.
+        Of several identical copies of a shard, exactly one is included. With local updates, one
+        copy of each worker is included.
         """
         parted = self.parts(item) > 1 and not item.frozen
         return self._counts(item, item.updated_layout, parted)
@@ -446,7 +452,8 @@ class Parameters:
     def _counts(self, item: Parameter, layout: Layout, parted: bool) -> bool:
         first = item.tied_peer is None or self.mesh.coord("p") < item.tied_peer
         others = item.replicas if parted else ()
-        return first and item.counted and layout.is_first_copy(self.mesh, *others)
+        workers = (COPIES,) if self.local else ()
+        return first and item.counted and layout.is_first_copy(self.mesh, *others, *workers)
 
 
 def _view(flat: Array, part: slice, shape: Sequence[int]) -> Array:

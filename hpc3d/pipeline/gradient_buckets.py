@@ -49,6 +49,9 @@ class Buckets:
     when all of its units are finished, and ends before the reductions of the second unit after it
     start.  Gradients reduced by `compression` are in separate buckets.
 
+    With local updates, `sums` reduces gradients within a worker. `of_workers` reduces the outer
+    gradients over the workers, and `compression` applies only to these.
+
     If `gathers_later` is true, the updated values are gathered during the forward passes of the
     next step.  Call `start_gathers()` when this step begins, and `gathered(unit)` before a forward
     pass uses a unit.  Call `complete()` before the values are used between two steps.
@@ -61,7 +64,8 @@ class Buckets:
         compression: Compression | None = None,
         gathers_later: bool = False,
     ) -> None:
-        self.parameters, self.mesh, self.compression = parameters, parameters.mesh, compression
+        self.parameters, self.mesh = parameters, parameters.mesh
+        self.compression = None if parameters.local else compression
         summed = [item for item in parameters if item.partial]
         parted = [item for item in parameters if parameters.shared_out(item)]
         self.sums = [
@@ -80,6 +84,8 @@ class Buckets:
         self.gathers_later, self.outdated = gathers_later, False
         self.ahead: deque[Any] = deque()  # gathers in flight, followed by those to be posted
         self.tied = [item for item in parameters if item.tied_peer is not None]
+        local = parameters.local
+        self.of_workers = [*_between_workers(parameters, size, compression)] if local else []
         self.begin()
 
     def bucket(self, shared: type[Bucket], owned: type[Bucket], items: Sequence[Parameter]) -> Any:
@@ -162,6 +168,17 @@ class Buckets:
         for bucket in chain(*self.in_flight, last):
             bucket.wait()
 
+    def sum_over_workers(self) -> None:
+        """Sum the gradients over the workers, with at most two buckets in flight.
+
+        Afterwards, the shards of this rank contain the sums.
+        """
+        for before, bucket in zip([None, *self.of_workers], [*self.of_workers, None], strict=True):
+            if bucket:
+                bucket.post()
+            if before:
+                before.wait()
+
     def sum_tied(self) -> None:
         """Add the gradient of the other copy of a tied embedding table, if there is one.
 
@@ -243,12 +260,14 @@ class GradientBucket(Bucket):
     with the data axes last. Except with hybrid sharding, only the gradients of vectors, such as
     biases, are reduced over more than one axis. If the first axis is a tensor axis, the bucket is
     `posted_last`, because an earlier reduction would delay messages that are on the critical path.
-    Along the axis COPIES, ranks reduce their own shards.
+    Along the axis COPIES, ranks reduce their own shards. `axes` replaces the axes of the gradient.
     """
 
-    def __init__(self, parameters: Parameters, items: Sequence[Parameter]) -> None:
+    def __init__(
+        self, parameters: Parameters, items: Sequence[Parameter], axes: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(parameters, items)
-        self.axes = items[0].partial
+        self.axes = axes or items[0].partial
         early = self.axes[0] in (self.replicas, COPIES)
         self.posted_last = items[0].completed_last or not early
         self.span = slice(self.slices[0].grad.start, self.slices[-1].grad.stop)
@@ -365,6 +384,19 @@ class _OwnerGather(Bucket):
             self.parameters.write(item, slices.value, block[start:stop])
             start = stop
         self.pending = None
+
+
+def _between_workers(
+    parameters: Parameters, size: int, compression: Compression | None
+) -> Iterator[GradientBucket]:
+    """Yield the buckets that reduce the outer gradients of all parameters over the workers."""
+    takes = compression.takes if compression else bool
+    trained = [item for item in parameters if not item.frozen]
+    for items in _make_buckets(parameters, trained, size, takes):
+        if compression and takes(items[0]):
+            yield compression.bucket(parameters, items)
+        else:
+            yield GradientBucket(parameters, items, (COPIES,))
 
 
 def _make_buckets(

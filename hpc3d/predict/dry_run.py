@@ -12,7 +12,7 @@ from hpc3d.model import families
 from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.predict.simulation.simulator import simulate
-from hpc3d.predict.simulation.summary import summary
+from hpc3d.predict.simulation.summary import mean_received, summary
 from hpc3d.runtime import host_memory
 from hpc3d.trace.schema import MEMORY_KIND
 from hpc3d.training.log import duration, layout_lines
@@ -38,10 +38,11 @@ def dry_run(config: Config, machine: str | None, epochs: Sequence[float]) -> Ite
     steps = counted(config.train.steps, "step")
     for path, number in zip(config.data.paths(), epochs, strict=True):
         yield f"text: {path}; {number:.3g} epochs in {steps}"
-    found = summary(simulate(config, config.model.vocabulary, known), config, known)
+    runs = simulate(config, config.model.vocabulary, known)
+    found = summary(runs, config, known)
     yield _memory(config, found["memory"], None if machine is None else known)
     yield from _parts(found["memory"])
-    yield _bytes(found["bytes"])
+    yield _bytes(mean_received(runs[0], config.parallel.local_steps), config)
     if untimed:
         yield f"time: not predicted, because {untimed}"
     else:
@@ -131,9 +132,13 @@ def _parts(found: dict) -> Iterator[str]:
         )
 
 
-def _bytes(received: dict) -> str:
-    total = sum(each["bytes"] for ops in received.values() for each in ops.values())
-    return f"communication: a rank of the first stage receives {_size(total)} per step"
+def _bytes(received: float, config: Config) -> str:
+    line = f"communication: a rank of the first stage receives {_size(received)} per step"
+    if config.parallel.local_steps > 1:
+        line += (
+            f", averaged over {config.parallel.local_steps} steps, one of which has an agreement"
+        )
+    return line
 
 
 def _time(config: Config, seconds: float, machine: Machine) -> str:

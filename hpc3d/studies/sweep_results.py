@@ -26,7 +26,7 @@ from hpc3d.analyze.metrics.step import (
 from hpc3d.config.load import to_toml
 from hpc3d.console import small_files
 from hpc3d.predict.predicted_step import predicted_step
-from hpc3d.predict.simulation.summary import moved, total_received
+from hpc3d.predict.simulation.summary import mean_received
 from hpc3d.runtime.metrics_file import VALIDATION_LOSS_OF
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def simulate(point: SweepPoint, folder: Path) -> None:
     measures = {
         "step_s": step.summary["step_time_s"],
         "tokens_per_s": step.summary["tokens_per_s"],
-        "received_bytes": fmean(total_received(moved(run)) for run in step.runs),
+        "received_bytes": fmean(
+            mean_received(run, point.config.parallel.local_steps) for run in step.runs
+        ),
         "peak_bytes": step.summary["memory"]["worst"]["all"],
     }
     with small_files.replacing(_file(point, folder, "json")) as temporary:

@@ -10,7 +10,7 @@ device within a step.
     stream 2, communication    calls in progress, with category `copy`
     stream 3, replicas         calls in progress along the data axis
     stream 4, offload          copies to and from the host
-    stream 5, replica groups   calls in progress between the groups of hybrid sharding
+    stream 5, replica groups   calls in progress between groups of replicas (axis r)
 
 Calls on host arrays and spans with op "none" are recorded in stream 0.
 """

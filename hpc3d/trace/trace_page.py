@@ -77,7 +77,7 @@ launches the kernels:
 * **Stream 3** contains the calls along d, which have a separate queue.
 * **Stream 4** contains copies of offloaded arrays to and from the host, with category `copy` and
   their bytes.
-* **Stream 5** contains the calls along r, between the groups of hybrid sharding.
+* **Stream 5** contains the calls along r, between groups of replicas or between workers.
 
 Streams run concurrently, so their times must not be added. The time of a rank is the time of
 stream 1, and of stream 0 when stream 1 is idle. Rows of other streams may extend beyond the end of

@@ -34,7 +34,7 @@ from hpc3d.model.families import expert_parameters, family_of
 from hpc3d.model.kept import stored_type
 from hpc3d.runtime import host_memory
 from hpc3d.training.gradient_compression import compression_spec
-from hpc3d.training.optimizers.catalog import optimizer_of
+from hpc3d.training.optimizers.catalog import states_of
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -79,7 +79,7 @@ def parameters(config: Config, training: bool = True) -> float:
     """Return the bytes of parameters on a rank and, in `training`, of gradients and states."""
     mesh, experts = config.mesh, expert_parameters(config.model)
     dense = families.parameters(config.model).total - experts
-    shards = (config.parallel.shard or mesh.d) * mesh.c
+    shards = (config.parallel.group or mesh.d) * mesh.c
     held = dense * _bytes_held(config, shards * mesh.e, training)
     held += experts / mesh.e * _bytes_held(config, shards, training)
     held += _residual(config) if training else 0
@@ -92,7 +92,7 @@ def _bytes_held(config: Config, shards: int, training: bool) -> float:
     ZeRO splits the data that its stage covers into `shards` shards.
     """
     e, wide, zero = itemsize(config.train.dtype), _wide(config), config.parallel.zero
-    specs = optimizer_of(config).STATES
+    specs = states_of(config)
     states = sum((itemsize(spec.dtype) if spec.dtype else wide) * spec.density() for spec in specs)
     states += wide * (wide > e)
     states *= "optimizer" not in config.parallel.offload
@@ -108,7 +108,8 @@ def _residual(config: Config) -> float:
 
     The total covers all ranks that process the same tokens (one replica).
     """
-    model, copies = config.model, config.mesh.replicas()
+    model, local = config.model, config.parallel.local_steps
+    copies = config.workers if local else config.mesh.replicas()
     spec = compression_spec(config)
     least = min(model.hidden, model.heads * model.head_width)
     narrowest = least // config.mesh.tensor_ranks(), least

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hpc3d.comm.communicator import all_of
-from hpc3d.comm.mesh import plane
+from hpc3d.comm.mesh import COPIES, plane
 from hpc3d.model.parameters import Parameter
 from hpc3d.ops.compression import add_at, orthonormalise, replace_columns, take_largest
 from hpc3d.ops.product import accumulate as add_to
@@ -110,10 +110,15 @@ class GradientCompression:
         return item in self.residuals
 
     def _saves(self, item: Parameter) -> bool:
-        """Return True if compression saves bytes and the gradient is summed only over replicas."""
-        if len(item.shape) < 2 or item.partial != (plane(item.replicas),) or item.sign_rate:
+        """Return True if compression saves bytes and the gradient is summed only over replicas.
+
+        With local updates, outer gradients are summed only over the workers.
+        """
+        local, replicas = self.parameters.local, item.partial == (plane(item.replicas),)
+        if len(item.shape) < 2 or item.sign_rate or not (local or replicas):
             return False
-        members, itemsize = self.mesh.count(item.replicas), self.parameters.wide.itemsize
+        members = self.mesh.size(COPIES) if local else self.mesh.count(item.replicas)
+        itemsize = self.parameters.wide.itemsize
         return bool(item.grad.size) and self.spec.saves(item.grad.shape, members, itemsize)
 
     def bucket(self, parameters: Parameters, items: Sequence[Parameter]) -> GradientBucket:
@@ -178,7 +183,7 @@ class _CompressedSum(GradientBucket):
     def __init__(
         self, parameters: Parameters, items: Sequence[Parameter], kept: GradientCompression
     ) -> None:
-        super().__init__(parameters, items)
+        super().__init__(parameters, items, (COPIES,) if parameters.local else ())
         self.spec, self.comm = kept.spec, self.mesh.comm(self.axes[0])
         self.residuals = [kept.residuals[item] for item in items]
 

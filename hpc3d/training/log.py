@@ -230,12 +230,24 @@ def layout_lines(config: Config, transport: str = "") -> Iterator[str]:
         f"schedule {parallel.schedule}: {counted(parallel.microbatches, 'microbatch')} "
         f"through {through}; {parallel.sharding}{how}"
     )
+    yield from _local_lines(config)
     yield from offload_lines(config)
     yield from _window_lines(config.model)
     if config.mesh.c > 1:
         yield f"context: {_context_line(config)}"
     if config.train.backend == "cupy":
         yield f"CUDA graph: {graph_in_words(config, transport)}"
+
+
+def _local_lines(config: Config) -> Iterator[str]:
+    """Yield a log line about the workers, if the run has local updates."""
+    parallel = config.parallel
+    if parallel.local_steps:
+        workers, often = counted(config.workers, "worker"), f"every {parallel.local_steps} steps"
+        often = often if parallel.local_steps > 1 else "every step"
+        rates = f"outer learning rate {parallel.outer_learning_rate:g}"
+        rates += f", Nesterov momentum {parallel.outer_momentum:g}" * (parallel.outer_momentum > 0)
+        yield f"local updates: {workers}, which agree {often}; {rates}"
 
 
 def offload_lines(config: Config) -> Iterator[str]:

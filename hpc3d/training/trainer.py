@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpc3d.arrays.pool import value_of
+from hpc3d.comm.mesh import COPIES
 from hpc3d.model.families import family_of
 from hpc3d.model.parameters import Parameters
 from hpc3d.model.spec import ModelSpec
@@ -22,8 +23,9 @@ from hpc3d.training import graphed_step, guard
 from hpc3d.training.gradient_compression import compression_of
 from hpc3d.training.loss_scale import scale_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
-from hpc3d.training.optimizers.catalog import optimizer_of
+from hpc3d.training.optimizers.catalog import optimizer_for, optimizer_of
 from hpc3d.training.optimizers.optimizer import learning_rate
+from hpc3d.training.optimizers.outer import OuterOptimizer
 
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
@@ -75,13 +77,16 @@ class Trainer:
         feed: Callable[..., Any] = MicrobatchLoader,
     ) -> None:
         self.mesh, self.config, self.clock, train = mesh, config, clock, config.train
+        local = config.parallel.local_steps > 0
+        self.workers, self.worker = config.workers, mesh.coord(COPIES) if local else 0
         program = program or program_of(config)
-        optimizer, self.parameters = optimizer_of(config), parameters_of(mesh, config)
+        self.parameters = parameters_of(mesh, config)
         self.vocabulary, self.tokens = vocabulary, train.batch * config.model.sequence
         stages = self.stages(program.placement)
         self.parameters.allocate(config.seed)
         self.buckets = self.sums(config.parallel.bucket_bytes)
-        self.optimizer = optimizer(self.parameters, train.weight_decay, **train.constants())
+        self.optimizer = optimizer_for(config, self.parameters)
+        self.outer = OuterOptimizer(config, self.optimizer, self.buckets) if local else None
         self.weights, self.alone = program.weights(self.parameters), program.alone
         self.engine = Engine(
             mesh, stages, program.placement, self.buckets, self.weights, self.update, clock
@@ -89,9 +94,14 @@ class Trainer:
         self.feed = feed(mesh, config, batches, program)
         self.groups = program.steps(mesh.coord("p"))
         self.replay = graphed_step.replay_of(self)
-        self.number, self.loss, self.norm = -1, 0.0, 0.0
+        self.number, self.loss, self.norms = -1, 0.0, np.zeros(1)
         self.local_loss = self.squares = 0.0  # this rank's loss and squared gradient norm
         self.scaling, self.skipped = scale_of(train.dtype), False
+
+    @property
+    def norm(self) -> float:
+        """Norm of the gradient; with local updates, the mean of the norms of all workers."""
+        return float(self.norms.mean())
 
     def stages(self, placement: Placement) -> Sequence[PipelineStage]:
         """Build this rank's stages, one per chunk, and add their parameters to `parameters`."""
@@ -153,41 +163,52 @@ class Trainer:
     def update_by(self, local_loss: Any) -> None:
         """Update the parameters, given this rank's share of the loss and the reduced gradients.
 
-        If a gradient of a scaled loss overflows, all ranks skip the update.
+        If a gradient of a scaled loss overflows, all ranks of the worker skip the update. A worker
+        scales its gradient as if all workers had the same batch, because the loss is the mean over
+        the tokens of all workers.
         """
         self.buckets.sum_tied()
         with self.mesh.trace.span("norm of the gradient"):
             self.squares = self.parameters.sum_of_squares()
         self.local_loss = local_loss
-        scale, clip = 1 / self.scaling.factor, self.config.train.clip
+        scale, clip = self.workers / self.scaling.factor, self.config.train.clip
         if not self.alone:
             self.total()
-            scale *= min(1.0, clip / self.norm) if clip and self.norm else 1.0
+            norm = self.norms[self.worker]
+            scale *= min(1.0, clip / norm) if clip and norm else 1.0
         if not self.skipped:
             self.weights.before_update()
             self.optimizer.update(learning_rate(self.config.train, self.number), scale)
             self.parameters.update_by_sign()
+        elif np.isfinite(self.norms).any():  # all workers count the same number of updates
+            self.optimizer.steps += 1
+        if agrees := self.outer is not None and self.outer.is_due(self.number):
+            self.outer.agree()
+        if agrees or not self.skipped:
             self.buckets.gather()
         self.buckets.begin()
 
     def total(self) -> None:
-        """Compute the mean loss of the step and the gradient norm, over all ranks.
+        """Compute the mean loss of the step over all ranks, and the gradient norm of each worker.
 
         All ranks see the same sums, so either all ranks stop or no rank does. A rank with failed
-        checks contributes NaN. With loss scaling, an overflow of the gradient norm skips the
-        update, unless the scale is already at its minimum.
+        checks contributes NaN. With loss scaling, a worker whose gradient norm overflows skips the
+        update, and the scale decreases on all ranks, unless it is already at its minimum.
         """
         self.local_loss, self.squares = value_of(self.local_loss), value_of(self.squares)
-        mine = np.array([self.local_loss, self.squares])
+        mine = np.zeros(1 + self.workers)
+        mine[[0, 1 + self.worker]] = self.local_loss, self.squares
         if self.mesh.guard.compare():
             mine[:] = np.nan
-        loss, squares = self.mesh.world.all_reduce(mine).wait()
+        loss, *squares = self.mesh.world.all_reduce(mine).wait()
         self.loss = float(loss) / self.feed.valid[self.number]
-        self.norm = float(np.sqrt(squares)) / self.scaling.factor
-        self.skipped = bool(np.isfinite(self.loss) and not np.isfinite(self.norm))
-        if not np.isfinite(self.loss) or (self.skipped and not self.scaling.skipped()):
+        self.norms = self.workers * np.sqrt(squares) / self.scaling.factor
+        finite = np.isfinite(self.norms)
+        self.skipped = bool(np.isfinite(self.loss) and not finite[self.worker])
+        overflow = not finite.all()
+        if not np.isfinite(self.loss) or (overflow and not self.scaling.skipped()):
             guard.refuse(self)
-        if not self.skipped:
+        if not overflow:
             self.scaling.good()
 
     def _reduce_step_stats(
@@ -220,6 +241,7 @@ def parameters_of(mesh: Mesh, config: Config) -> Parameters:
         optimizer_of(config).WHOLE_MATRICES,
         parallel.reduce_dtype,
         parallel.offload,
+        parallel.local_steps > 0,
     )
 
 

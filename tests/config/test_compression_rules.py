@@ -13,6 +13,9 @@ WRONG = {
     f"{POWERSGD} --parallel.zero 2": (
         "parallel.compression = powersgd: parallel.zero = 2 ... use parallel.zero = 0 or 1"
     ),
+    f"{TOP_K} --parallel.zero 1 --parallel.local_steps 8": (
+        "parallel.compression = top-k: ... shards the outer gradients; use parallel.zero = 0"
+    ),
     f"{TOP_K} --parallel.zero 3": "parallel.compression = top-k: parallel.zero = 3 ...",
     f"{TOP_K} --train.backend cupy --train.dtype float16": (
         "parallel.compression = top-k: ... loss scale ... use train.dtype = bfloat16 or float32"

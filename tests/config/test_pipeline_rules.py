@@ -134,6 +134,15 @@ PIPELINES = [
         "train.clip = 1.0: ... pipedream ... train.clip = 0",
     ),
     (
+        {
+            "mesh.p": 2,
+            "parallel.schedule": "pipedream-2bw",
+            "parallel.microbatches": 2,
+            "parallel.local_steps": 4,
+        },
+        "parallel.local_steps = 4: ... pipedream-2bw ...; use 0, or a synchronous schedule",
+    ),
+    (
         {"mesh.p": 2, "parallel.schedule": "pipedream", "train.clip": 0},
         "model.tied = true: ... pipedream ... model.tied = false",
     ),

@@ -317,10 +317,21 @@ def layouts(draw, model):
 
 
 @st.composite
+def local_updates(draw):
+    """Draw the words of local updates."""
+    words = {"local_steps": draw(st.sampled_from([2, 1, 3]))}
+    if draw(MOST):
+        words |= {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    return words
+
+
+@st.composite
 def cases(draw):
     """Draw a mix, or two of them with ` then ` between."""
     model = draw(models())
     mixes = [{**model, **draw(layouts(model))}]
+    if draw(SELDOM):
+        return rendered(mixes[0] | draw(local_updates()))
     if draw(st.booleans()) and not (mixes[0]["schedule"].startswith("pipedream") and draw(MOST)):
         mixes.append({**model, **draw(layouts(model))})
         for words in mixes:

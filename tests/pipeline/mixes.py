@@ -310,6 +310,8 @@ def trainer_of(mesh, config):
     for item in trainer.parameters:
         if item.std:
             item.value *= WIDER
+    if trainer.outer:
+        trainer.outer.start()
     return trainer
 
 

@@ -63,6 +63,8 @@ def train(mesh, config, steps, folder=None):
     trainer = trainer_of(mesh, config)
     trainer.scaling.factor = min(FACTOR, trainer.scaling.factor)
     widen_masters(trainer.optimizer)
+    if trainer.outer:
+        trainer.outer.start()
     if steps.start:
         assert resume(ThreadJob(mesh), folder, trainer, str) == steps.start
     evaluator = evaluator_of(trainer) if evaluates(config) else None
@@ -142,9 +144,23 @@ def expected_of(line):
     schedule = words_of(line).get("schedule")
     if schedule in ("pipedream", "pipedream-2bw"):
         return RULES[schedule](config_of(exact(line)))
+    if "local_steps" in words_of(line):
+        return of_workers(alone(line if "experts" in words_of(line) else exact(line)), line)
     if "experts" in words_of(line):
         return serial(alone(line))
     return serial(alone(exact(line)))
+
+
+LOCAL = "local_steps", "outer_learning_rate", "outer_momentum", "microbatches"
+
+
+def of_workers(model, line):
+    """Return the training of a model by the workers of a mix, with one rank per worker."""
+    words = {key: value for key, value in words_of(line).items() if key in LOCAL}
+    workers = config_of(line).workers
+    config = config_of(f"{model} {rendered(words)} d={workers} schedule=none")
+    found, *_ = on_threads(config, range(config.train.steps))
+    return found
 
 
 def without_noise(trained, config):

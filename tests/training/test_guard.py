@@ -290,6 +290,8 @@ def hurt_replica(kind, name, bit=3):
                 "rank 1: .*second.* ranks 1 3 5 along d ",
             ),
             ("e=3 zero=1 experts=6", "value", "router.weight", "rank 1: .* ranks 0 1 2 along e "),
+            ("d=3 local_steps=2", "value", "up.weight", "rank 1: .* ranks 0 1 2 along r "),
+            ("d=3 local_steps=2", "agreed", "gamma", "rank 1: .*state agreed of .* along r "),
             (
                 "e=3 balance_bias=0.1 experts=6",
                 "value",
@@ -309,6 +311,18 @@ def test_replica_check_detects_flips_in_parameters_and_states(line, kind, name, 
         assert re.search(who, text), text
         assert "step 1, " in text
         assert name in text
+
+
+def test_replica_check_follows_agreements():
+    """Workers have different states in every step, and the same parameters in every second one."""
+    assert all(isinstance(each, tuple) for each in trained("d=3 local_steps=2", guards=True))
+    config = settled("d=2 local_steps=3")
+
+    def every(mesh):
+        trainer = trainer_of(mesh, config)
+        return [ReplicaCheck(trainer, interval).every for interval in (0, 1, 3, 4)]
+
+    assert run(config.sizes(), every) == [[0, 3, 3, 6]] * 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])

@@ -178,6 +178,20 @@ def test_devices_save_the_same_values_as_numpy(tmp_path):
         np.testing.assert_allclose(found["nccl"][name], values, rtol=1e-10, atol=1e-12)
 
 
+LOCAL = "d=2 x=2 schedule=none microbatches=2 local_steps=2 outer_momentum=0.9"
+
+
+def test_local_updates_on_devices_equal_those_on_numpy(tmp_path):
+    """The run resumes between two agreements, and has a third one after the last step."""
+    for transport in ("nccl", None):
+        life(tmp_path / str(transport), LOCAL, transport, 1)
+    found, expected = (life(tmp_path / str(each), LOCAL, each, 4) for each in ("nccl", None))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.totals, theirs.totals, rtol=1e-10)
+        for name, (_, block) in ours.weights.items():
+            np.testing.assert_allclose(block, theirs.weights[name][1], rtol=1e-10, atol=1e-12)
+
+
 class OnHost(ReplicaCheck):
     """Replica check that asserts that its hashes are in host memory."""
 

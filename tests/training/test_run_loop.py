@@ -62,7 +62,7 @@ def run(tmp_path, monkeypatch, evaluator=None, kind="gpt2", **how):
     one = Recorded(**how)
     one.mesh, one.rank, one.size = SimpleNamespace(trace=NullRecorder(), sizes={}), 1, 1
     one.kernels = ["host"] * 2
-    one.request, one.trainer = int, one
+    one.request, one.trainer, one.config = int, one, config
     running = RunningJob(one, one, one, one, None, 0, evaluator and evaluator(one))
     try:
         trained(one, RunPlan(config, folder=tmp_path), running, one)

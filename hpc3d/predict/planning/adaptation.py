@@ -219,9 +219,9 @@ def with_groups(candidates: Candidates, config: Config) -> list[Estimate]:
     """Estimate a layout with hybrid sharding; return the estimates that may fit, fastest first.
 
     Groups need more memory than sharding over all replicas, so that a layout may need a higher
-    ZeRO stage.
+    ZeRO stage. With local updates, groups would change the number of workers and the results.
     """
-    if config.parallel.compression != "none":
+    if config.parallel.compression != "none" or config.parallel.local_steps:
         return []
     sizes = group_sizes(config, candidates.estimator.machine.ranks_per_node)
     return _changed(candidates, config, [{"shard": size} for size in sizes])

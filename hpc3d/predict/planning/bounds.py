@@ -289,7 +289,7 @@ def volumes(config: Config) -> Counter[str]:
         received = times * received_elements(one, mesh.e, alone) * size / shards
         found[axis] = received * (size / (size - 1) if axis in owned else 1)  # of ranks not owners
     for axes, elements in summed(config):
-        ranks = prod(getattr(mesh, axis) for axis in axes)
+        ranks = prod(config.sizes()[axis] for axis in axes)
         stored = elements * prod(replicas.values()) / (mesh.p * tensor)
         found[plane(axes)] += 2 * (1 - 1 / ranks) * stored * _gradient_share(config)
     if mesh.c > 1:

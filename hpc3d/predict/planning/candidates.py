@@ -238,7 +238,7 @@ class Candidates:
         """Return the size of gradient buckets in MB for a ZeRO stage."""
         if self.bucket is not None:
             return self.bucket
-        key = config.mesh, zero > 0, config.parallel.shard
+        key = config.mesh, zero > 0, config.parallel.group
         if key not in self._buckets:
             here = replace(config, parallel=replace(config.parallel, zero=zero))
             self._buckets[key] = bucket_mb(here, self.estimator.machine)

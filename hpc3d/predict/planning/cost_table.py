@@ -52,6 +52,8 @@ def _key_of(cost: str, config: Config, **values: Any) -> tuple:
         parallel.compression_rank,
         parallel.compression_share,
         parallel.reduce_dtype,
+        parallel.local_steps,
+        parallel.outer_momentum > 0,
         parallel.prefetch,
         parallel.chunked_products,
         *values.items(),
@@ -70,7 +72,7 @@ def _axes_of(mesh: MeshConfig, shard: int = 0) -> dict[str, tuple[str, int, int]
 
 def _data_axes_of(config: Config) -> tuple:
     """Return the entries of `_axes_of` for the axes of the replicas: COPIES, if used, and d."""
-    axes = _axes_of(config.mesh, config.parallel.shard)
+    axes = _axes_of(config.mesh, config.parallel.group)
     return axes.get(COPIES), axes[DATA]
 
 

@@ -114,7 +114,7 @@ class ExpectedSteps:
         axes = {plane(data_axes(sizes)), plane(expert_data_axes(sizes))}
         seconds = sum(candidate.moves.get(axis, 0.0) for axis in axes)
         copies = prod(tensor_replicas(candidate.config, "m").values())
-        tensor, replicas = mesh.tensor_ranks(), mesh.replicas()
+        tensor, replicas = mesh.tensor_ranks(), prod(sizes[axis] for axis in data_axes(sizes))
         share = (self.dense + (1 - self.dense) / mesh.e) * copies / (mesh.p * tensor)
         # ZeRO 2 reduces gradients once per microbatch; ZeRO 3 also gathers parameters.
         more = (0.0, 0.0), (-seconds / 2, seconds / 2), (-seconds, 1.5 * seconds)

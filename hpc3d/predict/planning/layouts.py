@@ -10,6 +10,7 @@ from math import factorial, gcd, prod
 from typing import Any, NamedTuple
 
 from hpc3d.comm.grid import divisors
+from hpc3d.comm.mesh import data_axes
 from hpc3d.config.cuboid import cuboids
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig
 from hpc3d.config.limits import MOST_PASSES
@@ -267,7 +268,8 @@ def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:
 
     The layout must be valid with its own ZeRO stage.
     """
-    if config.mesh.replicas() == 1:
+    sizes = config.sizes()
+    if prod(sizes[axis] for axis in data_axes(sizes)) == 1:
         return ((0,),)
     known = config.parallel.zero
     return tuple(

@@ -35,7 +35,8 @@ from hpc3d.predict.simulation.simulated_clock import (
 )
 from hpc3d.training.gradient_compression import GradientCompression, compression_of
 from hpc3d.training.graphed_step import captured
-from hpc3d.training.optimizers.catalog import optimizer_of
+from hpc3d.training.optimizers.catalog import optimizer_for, optimizer_of
+from hpc3d.training.optimizers.outer import OuterOptimizer
 from hpc3d.training.trainer import gathers_later, parameters_of, spec_of
 
 if TYPE_CHECKING:
@@ -325,11 +326,11 @@ class LayerSample:
     def built(self, parts: Sequence[LayerRange]) -> tuple[Parameters, Any, list[PipelineStage]]:
         """Build sections of the model; return their parameters, the optimizer and the stages."""
         config = self.config
-        kind, parameters = optimizer_of(config), parameters_of(self.mesh, config)
+        parameters = parameters_of(self.mesh, config)
         stages = build(self.mesh, parameters, self.spec, parts)
         with_most_scores(stages)
         parameters.allocate(config.seed)
-        return parameters, kind(parameters, 0.0, **config.train.constants()), stages
+        return parameters, optimizer_for(config, parameters), stages
 
     @contextmanager
     def graphed(self) -> Iterator[None]:
@@ -438,6 +439,7 @@ class LayerSample:
         """Return the costs of the gradient reductions, of the optimizer update, and of the
         all-gathers of updated values that overlap with the next forward pass.
 
+        With local updates, the update includes the mean cost of the agreements per step.
         All costs are extrapolated from the measured layers by the factor `times`, with gradient
         buckets of at most `most` bytes. As an exception, the matrix products in the update are
         extrapolated to `layers` layers.
@@ -461,7 +463,16 @@ class LayerSample:
             _, rest = self.measured(update)
             with self.graphed():
                 _, gathers = self.measured(buckets.complete)
-        return sums, rest, gathers
+        return sums, rest + self._agreement(times, most), gathers
+
+    def _agreement(self, times: float, most: float) -> Pass:
+        """Return the mean cost per step of the agreements of workers with local updates."""
+        every, (parameters, optimizer, compression) = self.config.parallel.local_steps, self.layer
+        if not every:
+            return NOTHING
+        outer = OuterOptimizer(self.config, optimizer, Buckets(parameters, most, compression))
+        with self.clock.repeated(times, most):
+            return self.measured(outer.agree)[1] * (1 / every)
 
 
 class StageContent(NamedTuple):

@@ -10,6 +10,7 @@ from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc3d.comm.mesh import COPIES
 from hpc3d.config.input_file import BUCKET_MB, Config, MeshConfig, ParallelConfig
 from hpc3d.predict.planning.adaptation import (
     gains,
@@ -20,7 +21,7 @@ from hpc3d.predict.planning.adaptation import (
 from hpc3d.predict.planning.bounds import kind
 from hpc3d.predict.planning.candidates import NEAR
 from hpc3d.predict.planning.layouts import recomputation
-from hpc3d.predict.simulation.simulator import simulate
+from hpc3d.predict.simulation.simulator import agreement_seconds, simulate
 from hpc3d.predict.simulation.summary import summary, waits_of
 from hpc3d.tensor.split import LOOPS, PUBLISHED, STORAGE
 
@@ -119,6 +120,8 @@ def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayou
     found = summary(runs, config, machine)
     seconds, worst = found["step_time_s"], found["memory"]["worst"]
     waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
+    if agreement := agreement_seconds(runs, config.parallel.local_steps):
+        waits[COPIES] += agreement
     kinds = {name: size for name, size in worst.items() if name not in ("stage", "all", "tables")}
     return RankedLayout(
         config,

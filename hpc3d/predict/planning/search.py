@@ -84,6 +84,7 @@ class Search:
         self.estimator = Estimator(vocabulary, machine)
         self.bounds = Bounds(self.base, ranks, vocabulary, machine)
         self.candidates = Candidates(self.estimator, ranks, memory, config.parallel.bucket_mb)
+        self.workers = config.parallel.local_steps and config.workers  # 0 without local updates
         self.allowed = 0  # number of valid candidates
         self.schemes = SCHEMES
         self.way = config.parallel.way
@@ -183,9 +184,12 @@ class Search:
         """Yield all valid candidates.
 
         With many ranks, only the kind of context parallelism with the least exposed communication
-        is considered for each mesh.
+        is considered for each mesh. With local updates, all candidates have the number of workers
+        of the input, because another number changes the results.
         """
         for configs in layouts.every_mesh(self.base, self.ranks, self.memory, self.schemes):
+            if self.workers and configs and configs[0].mesh.d != self.workers:
+                continue
             found = sorted(map(self.bounds.candidate, configs), key=self.bounds.shown_context)
             yield from found if self.ranks <= _FEW else found[:1]
 
@@ -204,9 +208,14 @@ class Search:
 
     def _refusal(self) -> str:
         model, train = self.base.model, self.base.train
-        mesh = next(layouts.meshes(self.ranks, model.layers, train.batch))
+        mesh, ranks = (
+            next(layouts.meshes(self.ranks, model.layers, train.batch)),
+            counted(self.ranks, "rank"),
+        )
+        if self.workers > 1:
+            workers = f"mesh.d = {self.workers} workers (parallel.local_steps)"
+            return f"no layout on {ranks} is valid with {workers}; change mesh.d or --ranks"
         problem, *_ = layouts.problems(layouts.with_mesh(self.base, mesh), self.ranks)
-        ranks = counted(self.ranks, "rank")
         return f"no layout on {ranks} is valid for this model; for example, {problem}"
 
     def variants(self, candidate: Candidate) -> int:

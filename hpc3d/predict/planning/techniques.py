@@ -14,7 +14,7 @@ from hpc3d.config.input_file import Config
 from hpc3d.console.sanitize import lines_of
 from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.simulation.simulator import load_resolved, simulate
-from hpc3d.predict.simulation.summary import summary
+from hpc3d.predict.simulation.summary import mean_received, summary
 
 log = logging.getLogger(__name__)
 
@@ -104,5 +104,5 @@ def _effect(change: str, config: Config, machine: Machine) -> Effect:
     assert config.model.vocabulary
     runs = simulate(config, config.model.vocabulary, machine)
     found = summary(runs, config, machine)
-    received = sum(op["bytes"] for axis in found["bytes"].values() for op in axis.values())
+    received = round(mean_received(runs[0], config.parallel.local_steps))
     return Effect(change, found["memory"]["worst"], received, found["step_time_s"])

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from hpc3d.config.limits import INT32
 from hpc3d.config.load import load
 from hpc3d.config.resolve import resolve, violated
 from hpc3d.model.families import least_vocabulary
@@ -77,7 +78,8 @@ class StageRun(NamedTuple):
     (MemoryRecorder), and `saved` the bytes that the forward pass of a microbatch leaves
     allocated. The rank represents `ranks` ranks of its stage. If blocks have owner ranks, `others`
     contains one StageRun for each other class of ranks; the first rank of the stage has the
-    longest compute time and the highest peaks.
+    longest compute time and the highest peaks. With local updates, the step has no agreement,
+    unless the workers agree after every step; `agreement` is then a step with an agreement.
     """
 
     rank: int
@@ -95,6 +97,7 @@ class StageRun(NamedTuple):
     account: dict
     saved: dict
     others: tuple[StageRun, ...] = ()
+    agreement: StageRun | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -144,12 +147,29 @@ def vocabulary_of(model: ModelConfig) -> int:
 def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun]:
     """Simulate a training step on a machine; return the StageRun of each pipeline stage.
 
-    `config` must be resolved.
+    `config` must be resolved. With local updates, steps with and without an agreement are
+    simulated.
     """
     machine = machine.with_ranks(config.grid().size)
     config = with_bucket_size(config, machine)
     steady = replace(config.train, steps=_SECOND + 2)
     config = replace(config, train=steady)
+    if config.parallel.local_steps < 2:
+        return _simulated_step(config, vocabulary, machine)
+    local, agreeing = (
+        _simulated_step(with_local_steps(config, each), vocabulary, machine) for each in (INT32, 1)
+    )
+    return [_with_agreement(*pair) for pair in zip(local, agreeing, strict=True)]
+
+
+def _with_agreement(run: StageRun, other: StageRun) -> StageRun:
+    """Return a step without an agreement, with the peaks of a step with an agreement."""
+    pairs = zip(run.others, other.others, strict=True)
+    others = tuple(_with_agreement(*pair) for pair in pairs)
+    return run._replace(peak=other.peak, agreement=other, others=others)
+
+
+def _simulated_step(config: Config, vocabulary: int, machine: Machine) -> list[StageRun]:
     classes = owner_classes(config)
     count = len(classes.first) if classes else 1
 
@@ -166,6 +186,11 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
     with uncollected():
         program = program_of(config)
         return with_shared_cores(core_sharing(config, machine), runs)
+
+
+def with_local_steps(config: Config, steps: int) -> Config:
+    """Return `config` with another number of local steps."""
+    return replace(config, parallel=replace(config.parallel, local_steps=steps))
 
 
 @contextmanager
@@ -445,3 +470,13 @@ def with_shared_cores(
 def step_length(runs: Sequence[StageRun]) -> int:
     """Return the time in ns from the first start to the last end of a step on any stage."""
     return max(run.step[3] for run in runs) - min(run.step[2] for run in runs)
+
+
+def agreement_of(runs: Sequence[StageRun]) -> list[StageRun]:
+    """Return the StageRun of each stage for a step with an agreement of the workers."""
+    return [run.agreement or run for run in runs]
+
+
+def agreement_seconds(runs: Sequence[StageRun], every: int) -> float:
+    """Return the mean time per step, in seconds, that agreements every `every` steps add."""
+    return (step_length(agreement_of(runs)) - step_length(runs)) / 1e9 / max(1, every)

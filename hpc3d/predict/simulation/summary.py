@@ -1,4 +1,10 @@
-"""Summary of a simulated step: time, bubble, memory and communication."""
+"""Summary of a simulated step: time, bubble, memory and communication.
+
+With local updates, `step_time_s` and the values derived from it are means over the steps with and
+without an agreement. `agreement` contains the interval `every` in steps, and the step time and the
+communication of a step with an agreement. All other values belong to a step without an agreement,
+unless the workers agree after every step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,12 @@ import numpy as np
 from hpc3d.analyze.metrics.mfu import model_flops
 from hpc3d.predict.error_intervals import interval
 from hpc3d.predict.simulation.count import COMM, moved_by
-from hpc3d.predict.simulation.simulator import step_length, vocabulary_of
+from hpc3d.predict.simulation.simulator import (
+    agreement_of,
+    agreement_seconds,
+    step_length,
+    vocabulary_of,
+)
 from hpc3d.predict.simulation.step_sections import sections, time_of
 from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, MESSAGE_CODES
 
@@ -40,7 +51,8 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     `stage`. If the machine file lists errors for this kind of layout, `interval` is the interval
     of the step time (`predict.error_intervals`).
     """
-    ranks, seconds = config.grid().size, step_length(runs) / 1e9
+    extra = agreement_seconds(runs, config.parallel.local_steps)
+    ranks, seconds = config.grid().size, step_length(runs) / 1e9 + extra
     waits = [waits_of(run) for run in runs]
     busiest = min(range(len(runs)), key=lambda stage: waits[stage]["p"])
     flops = sum(each.ranks * _flops(each) for run in runs for each in run.classes)
@@ -55,14 +67,23 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
         "step_time_s": seconds,
         "tokens_per_s": tokens / seconds,
         "bubble": bubble(runs),
-        "communication": (waits[busiest].total() - waits[busiest]["p"]) / seconds,
+        "communication": (waits[busiest].total() - waits[busiest]["p"] + extra) / seconds,
         "flop": float(flops),
         "mfu": float(needed / peak),
         "hfu": float(flops / peak),
         "memory": memory(runs, machine),
         "bytes": moved(runs[0]),
         **_divided(runs, busiest),
+        **_agreement(runs, config.parallel.local_steps),
     } | ({"interval": around} if around else {})
+
+
+def _agreement(runs: Sequence[StageRun], every: int) -> dict[str, Any]:
+    if not every:
+        return {}
+    agreeing = agreement_of(runs)
+    seconds = step_length(agreeing) / 1e9
+    return {"agreement": {"every": every, "step_s": seconds, "bytes": moved(agreeing[0])}}
 
 
 def _flops(run: StageRun) -> int:
@@ -165,3 +186,14 @@ def total_received(moved: Mapping[str, Mapping[str, Mapping[str, int]]], *axes: 
     """Sum the received bytes in a result of `moved`, over all axes if none are given."""
     calls = (item for axis in axes or moved for item in moved.get(axis, {}).items())
     return sum(call["bytes"] for op, call in calls if op != "send")
+
+
+def mean_received(run: StageRun, every: int) -> float:
+    """Return the mean number of bytes that a rank of a stage receives per step.
+
+    With local updates, the workers agree every `every` steps.
+    """
+    local = total_received(moved(run))
+    if not run.agreement:
+        return local
+    return local + (total_received(moved(run.agreement)) - local) / every

@@ -134,9 +134,15 @@ class Muon(AdamW):
     WHOLE_MATRICES = is_hidden
     BETA1 = 0.9  # AdamW's beta1 for parameters not updated by Muon
 
-    def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        weight_decay: float,
+        others: tuple[StateSpec, ...] = (),
+        **constants: float,
+    ) -> None:
         self.momentum = constants["beta1"]
-        super().__init__(parameters, weight_decay, **constants | {"beta1": self.BETA1})
+        super().__init__(parameters, weight_decay, others, **constants | {"beta1": self.BETA1})
 
     @classmethod
     def at_once(cls, mesh: Mesh) -> int:

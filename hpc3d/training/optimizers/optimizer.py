@@ -58,6 +58,8 @@ class StateSpec(NamedTuple):
     codes
         Name of the elementwise state whose blocks this state scales, or "". A block does not
         extend beyond a rank's columns, so the number of blocks depends on the layout.
+    outer
+        True for a state of the outer optimizer (hpc3d.training.optimizers.outer).
     """
 
     name: str
@@ -65,6 +67,7 @@ class StateSpec(NamedTuple):
     per: tuple[int | None, int | None] = (1, 1)
     of: Which = every
     codes: str = ""
+    outer: bool = False
 
     @property
     def elementwise(self) -> bool:
@@ -103,7 +106,8 @@ class StateSpec(NamedTuple):
 
 
 def _keeps(spec: StateSpec, item: Parameter) -> bool:
-    return spec.of(item.name, item.shape) and not item.frozen and not item.sign_rate
+    trained = spec.outer or not item.sign_rate
+    return spec.of(item.name, item.shape) and trained and not item.frozen
 
 
 _VALUE = "value"
@@ -146,17 +150,24 @@ class Optimizer:
     `matrices` yields them as blocks, and `pieces` yields the other parameters. `states` maps names
     to flat arrays, and `slices` maps the same names to the slice of each parameter. If arrays are
     offloaded, `pieces` and `matrices` yield copies, which are valid until the next item is
-    requested.
+    requested. `others` are states that an outer optimizer stores in addition.
     """
 
     STATES: tuple[StateSpec, ...] = ()
     WHOLE_MATRICES: Which = no_matrix
 
-    def __init__(self, parameters: Parameters, weight_decay: float, **constants: float) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        weight_decay: float,
+        others: tuple[StateSpec, ...] = (),
+        **constants: float,
+    ) -> None:
         self.parameters, self.weight_decay, self.steps = parameters, weight_decay, 0
         self.constants: Mapping[str, float] = constants
         self.narrow = parameters.wide != parameters.dtype
-        self.specs = (MASTER, *self.STATES) if self.narrow else self.STATES
+        self.inner = (MASTER, *self.STATES) if self.narrow else self.STATES
+        self.specs = (*self.inner, *others)
         self.slices: dict[str, Mapping[Parameter, slice]] = {}
         self.states = {spec.name: self._zeros(spec) for spec in self.specs}
         self.copy_to_masters()
@@ -241,7 +252,7 @@ class Optimizer:
     def _update_of(self, piece: UpdateSlice) -> _Update:
         first, last, parameters = piece.items[0], piece.items[-1], self.parameters
         arrays = {_VALUE: parameters.flat(first)[piece.value]}
-        for spec in self.specs:
+        for spec in self.inner:
             if spec.of(first.name, first.shape):
                 slices = self.slices[spec.name]
                 stretch = slice(slices[first].start, slices[last].stop)
@@ -280,7 +291,7 @@ class Optimizer:
     def _update_of_matrix(self, part: WholeMatrix) -> _Update:
         parameters, item = self.parameters, part.item
         arrays = {_VALUE: parameters.flat(item)[part.value]}
-        arrays |= {spec.name: state for spec, state in self.states_of(item)}
+        arrays |= {spec.name: state for spec, state in self.states_of(item) if not spec.outer}
         return _Update(item, parameters, parameters.grad[part.grad], arrays)
 
     def _as_blocks(
@@ -289,11 +300,31 @@ class Optimizer:
         value = flat.pop(_VALUE).reshape(part.shape)
         states = {
             spec.name: flat[spec.name].reshape(self.block(spec, part.item))
-            for spec in self.specs
+            for spec in self.inner
             if spec.name in flat
         }
         arrays = value, states.get(MASTER.name), update.grad.reshape(part.shape)
         return part, arrays, states, update.keep(decay)
+
+    def outer(self) -> Iterator[tuple[Array, Array, Array, dict[str, Array]]]:
+        """Yield the arrays of the outer optimizer for each parameter that this rank updates.
+
+        Each item holds the exact values (the master copy, if there is one), the values, the
+        gradients, and the outer states by name, all flat. The time until the caller requests the
+        next item is recorded as "update" in the trace.
+        """
+        units = [[self._outer_update(item)] for item in self.parameters if not item.frozen]
+        for [update], [arrays] in zip(units, self._at_hand(units), strict=True):
+            with self.parameters.mesh.trace.span("update"):
+                value = arrays[_VALUE]
+                yield arrays.get(MASTER.name, value), value, update.grad, arrays
+
+    def _outer_update(self, item: Parameter) -> _Update:
+        slices, parameters = self.parameters.slices[item], self.parameters
+        arrays = {_VALUE: parameters.flat(item)[slices.own_value]}
+        kept = [pair for pair in self.states_of(item) if pair[0].outer or pair[0] is MASTER]
+        arrays |= {spec.name: state for spec, state in kept}
+        return _Update(item, parameters, parameters.grad[slices.own_grad], arrays)
 
     def _at_hand(self, units: Sequence[Sequence[_Update]]) -> Iterator[list[dict[str, Array]]]:
         """Load the offloaded arrays of each unit (a group of updates), and yield its arrays."""

@@ -30,8 +30,9 @@ def test_shipped_machine_is_complete(path):
     assert machine.name == path.stem
     for rates in machine.gemm.values():
         assert max(rates.rate) < rates.peak
-    assert machine.links[0].ranks == machine.ranks_per_node
-    assert machine.links[0].bandwidth > machine.links[1].bandwidth
+    if machine.ranks_per_node > 1:  # otherwise, there is no link inside a node
+        assert machine.links[0].ranks == machine.ranks_per_node
+        assert machine.links[0].bandwidth > machine.links[1].bandwidth
     assert 0 < machine.product(4096, 4096, 4096, "float16") < 2e-3
 
 

@@ -189,6 +189,11 @@ def test_groups_recompute_no_more_than_memory_requires():
     assert {each.config.parallel.recompute for each in found} == {"none"}
 
 
+def test_groups_would_change_the_number_of_workers():
+    config = settled(TINY + "d=4 c=2 local_steps=4")
+    assert with_groups(Candidates(Estimator(4096, PAIRS), 8, 16 * GB), config) == []
+
+
 def in_pairs(estimate):
     return estimate.config.parallel.shard == 2
 

@@ -105,7 +105,15 @@ p=2 d=4 schedule=1f1b microbatches=4 compression=powersgd
 d=8 compression=top-k train.backend=cupy
 """.strip().splitlines()
 
-EVERY = [*LAYOUTS, *OF_LLAMA, *OF_BERT, *CUT, *MIXTURES, *COMPRESSED]
+LOCAL = """
+d=8 local_steps=1 outer_momentum=0.9
+d=4 x=2 scheme=1d local_steps=1
+d=8 shard=2 zero=3 local_steps=1 train.backend=cupy
+p=2 d=4 schedule=1f1b microbatches=4 local_steps=1 compression=powersgd
+d=8 local_steps=1 train.optimizer=muon
+""".strip().splitlines()
+
+EVERY = [*LAYOUTS, *OF_LLAMA, *OF_BERT, *CUT, *MIXTURES, *COMPRESSED, *LOCAL]
 
 
 @pytest.mark.parametrize("line", strided(EVERY, 6))

@@ -325,3 +325,13 @@ def test_added_scheme_is_planned_and_named(monkeypatch):
     row = ranking.named()["added"]
     assert row.config.parallel.split == {"m": "x", "n": "y", "replicate": "y"}
     assert any(each.candidate.kind == "added" for each in found.timed)
+
+
+def test_local_updates_keep_the_number_of_workers():
+    config = config_of(f"{SMALL} d=4 local_steps=16")
+    search = Search(config, 8, VOCABULARY, CLUSTER, 16 * GB)
+    found = {candidate.config.mesh.d for candidate in search.allowed_candidates()}
+    assert found == {4}
+    three = replace(config, mesh=replace(config.mesh, d=3))
+    with pytest.raises(ValueError, match=r"no layout on 8 ranks .* mesh\.d = 3 workers"):
+        Search(three, 8, VOCABULARY, CLUSTER, 16 * GB).run(1, 1)

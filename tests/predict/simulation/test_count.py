@@ -85,6 +85,16 @@ d=2 x=2 y=2 scheme=3d-broadcast compression=powersgd compression_rank=2
 c=2 d=2 z=2 sequence=4 overlap=false compression=top-k compression_share=0.05
 """.strip().splitlines()
 
+# The second step has an agreement (local_steps=2) or none (local_steps=3).
+LOCAL = """
+d=2 local_steps=2 steps=4 microbatches=2 bucket_mb=0.01 outer_momentum=0.9
+d=2 x=2 local_steps=3 steps=4 scheme=1d
+dtype=bfloat16 d=4 shard=2 zero=3 local_steps=2 steps=4 microbatches=2 hidden=36
+p=2 d=2 x=2 y=2 scheme=3d-broadcast schedule=1f1b microbatches=2 local_steps=2 steps=4
+d=2 e=2 experts=4 balance_bias=0.01 local_steps=2 steps=4 reduce_dtype=bfloat16 dtype=float32
+d=4 local_steps=2 steps=4 compression=powersgd compression_rank=3
+""".strip().splitlines()
+
 # All-gathers of updated values during the forward pass.
 LATER = """
 d=2 c=2 microbatches=2 zero=1 sequence=4 bucket_mb=0.001 prefetch=true
@@ -98,6 +108,7 @@ LINES = [
     *strided(MIXTURES, 9),
     *strided(NARROW, 9, 1),
     *strided(COMPRESSED, 9),
+    *strided(LOCAL, 3),
     *strided(LATER, 3),
     *strided(MANY, len(MANY), len(MANY)),
 ]

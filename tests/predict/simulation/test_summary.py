@@ -3,7 +3,8 @@
 import pytest
 
 from hpc3d.predict.simulation.memory_recorder import TraceRows
-from hpc3d.predict.simulation.summary import summary
+from hpc3d.predict.simulation.simulator import step_length
+from hpc3d.predict.simulation.summary import mean_received, summary, total_received
 from tests.predict.fixed import MACHINE
 from tests.predict.simulation.test_simulator import simulated
 
@@ -26,6 +27,28 @@ def test_bubble_of_a_two_stage_pipeline():
     )
     # The ideal bubble of equal stages is 1 / 17; these are not equal, nor are messages free.
     assert 0.03 < summary(runs, config, MACHINE)["bubble"] < 0.3
+
+
+def test_local_updates_are_averaged_over_the_steps_between_agreements():
+    """Of 4 steps, one has an agreement; it receives as many bytes as an all-reduce of the
+    parameters in every step, and needs more memory."""
+    line = "p=2 d=4 schedule=1f1b microbatches=2 vocabulary=29 outer_momentum=0.9"
+    every = {steps: simulated(f"{line} local_steps={steps}") for steps in (1, 4)}
+    always, mean = (summary(runs, config, MACHINE) for config, runs in every.values())
+    assert always["agreement"] == {
+        "every": 1,
+        "step_s": always["step_time_s"],
+        "bytes": always["bytes"],
+    }
+    without = step_length(every[4][1]) / 1e9
+    assert mean["agreement"] == always["agreement"] | {"every": 4}
+    assert mean["step_time_s"] == pytest.approx((3 * without + always["step_time_s"]) / 4)
+    assert without < mean["step_time_s"] < always["step_time_s"]
+    assert mean["memory"] == always["memory"]
+    assert "r" not in mean["bytes"] and "r" in always["bytes"]
+    received = mean_received(every[1][1][0], 1), mean_received(every[4][1][0], 4)
+    assert received[0] == total_received(always["bytes"])
+    assert 4 * received[1] == received[0] + 3 * total_received(mean["bytes"])
 
 
 REPLAYED = """
