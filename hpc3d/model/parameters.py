@@ -210,6 +210,8 @@ class Parameters:
         self.whole_matrices, self.offload = whole_matrices, offload
         self.items: list[Parameter] = []
         self.slices: dict[Parameter, FlatSlices] = {}
+        # Shapes of this rank's blocks of a value and of its gradient.
+        self.blocks: dict[Parameter, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.pieces: list[UpdateSlice] = []
         self.matrices: list[Any] = []
         self.owners: dict[Parameter, int] = {}
@@ -331,11 +333,14 @@ class Parameters:
 
         `values` and `grads` are the start indices of its value and its gradient.
         """
-        value = prod(item.layout.block(item.shape, self.mesh))
+        block = updated = item.layout.block(item.shape, self.mesh)
+        if item.updated_layout != item.layout:
+            updated = item.updated_layout.block(item.shape, self.mesh)
+        self.blocks[item] = block, updated
+        value, grad = prod(block), prod(updated)
         if item.frozen:
             span, none = slice(values, values + value), slice(grads, grads)
             return FlatSlices(span, none, span, none)
-        grad = prod(item.updated_layout.block(item.shape, self.mesh))
         own, parts = min(value, grad), self.parts(item)
         if item in self.owners:
             own *= self.updates(item)
@@ -398,16 +403,14 @@ class Parameters:
 
     def show(self, item: Parameter) -> None:
         """Set `item.value` to the view of the parameter's slice in its flat array."""
-        block = item.layout.block(item.shape, self.mesh)
-        item.value = _view(self.flat(item), self.slices[item].value, block)
+        item.value = _view(self.flat(item), self.slices[item].value, self.blocks[item][0])
 
     def bind(self) -> None:
         """Set the values and gradients of all parameters to views of the flat arrays."""
         for item, slices in self.slices.items():
             self.show(item)
             if not item.frozen:
-                layout = item.updated_layout
-                item.grad = _view(self.grad, slices.grad, layout.block(item.shape, self.mesh))
+                item.grad = _view(self.grad, slices.grad, self.blocks[item][1])
 
     def update_by_sign(self) -> None:
         """Apply the sign update to this rank's own shards of parameters with a `sign_rate`."""

@@ -140,7 +140,10 @@ class ModelSizes:
 
     def windows(self) -> Counter[int]:
         """Return the number of blocks with each attention window (0: all earlier tokens)."""
-        return Counter(map(self.window_of, range(self.layers)))
+        every, windowed = self.global_every, 0
+        if 0 < self.window < self.sequence:
+            windowed = self.layers - (self.layers // every if every > 0 else 0)
+        return +Counter({self.window: windowed, 0: self.layers - windowed})
 
     def blocks(self) -> dict[bool, int]:
         """Return the number of blocks with (key True) and without (False) a mixture of experts."""

@@ -64,14 +64,14 @@ def from_pattern(pattern: Iterable[str]) -> Iterator[Instruction]:
         count[letter] += 1
 
 
-def whole(stream: Iterable[Instruction]) -> Iterator[Instruction]:
+def whole(stream: Iterable[Instruction]) -> list[Instruction]:
     """Replace each B that has no matching W with BW, the full backward pass."""
     stream = list(stream)
     split = {(mb, chunk) for op, mb, chunk in stream if op == "W"}
-    for instruction in stream:
-        op, mb, chunk = instruction
-        is_whole = op == "B" and (mb, chunk) not in split
-        yield Instruction("BW", mb, chunk) if is_whole else instruction
+    return [
+        Instruction("BW", *each[1:]) if each[0] == "B" and each[1:] not in split else each
+        for each in stream
+    ]
 
 
 class Placement(NamedTuple):

@@ -151,7 +151,8 @@ class Schedule(NamedTuple):
     own optimizer update.  If `keeps_all` is true, all forward passes of a step come first, so all
     of its microbatches are in flight.  Stage i defers its W passes by i times `late_weights`
     backward passes.  Model partitioners consider an `on_request` schedule only if the user
-    requests it.
+    requests it.  A `lean` schedule needs less memory than the other V-shaped schedules, but is
+    slower if there is at least one microbatch per stage.
     """
 
     name: str
@@ -166,6 +167,7 @@ class Schedule(NamedTuple):
     keeps_all: bool = False
     late_weights: int = 0
     on_request: bool = False
+    lean: bool = False
 
     @property
     def search_chunks(self) -> tuple[int, ...]:
@@ -213,8 +215,8 @@ SCHEDULES = {
         Schedule("zb-h1", zb_h1, splits_backward=True, late_weights=1),
         Schedule("zb-h2", zb_h2, splits_backward=True, late_weights=2, on_request=True),
         Schedule("zb-v", zb_v, chunks=2, v_shaped=True, splits_backward=True),
-        Schedule("v-half", v_half, chunks=2, v_shaped=True, splits_backward=True),
-        Schedule("v-min", v_min, chunks=2, v_shaped=True, splits_backward=True),
+        Schedule("v-half", v_half, chunks=2, v_shaped=True, splits_backward=True, lean=True),
+        Schedule("v-min", v_min, chunks=2, v_shaped=True, splits_backward=True, lean=True),
         Schedule("dualpipe-v", dualpipe_v, chunks=2, v_shaped=True, splits_backward=True),
         Schedule(
             "pipedream", pipedream, asynchronous=True, weights=Stashed, update_per_microbatch=True

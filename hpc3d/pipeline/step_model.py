@@ -8,7 +8,6 @@ implementation.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -47,7 +46,7 @@ class InFlight(NamedTuple):
 
 def in_flight(stream: Iterable[Instruction]) -> InFlight:
     """Return the peak numbers of microbatches with saved data during a stream of passes."""
-    return InFlight(*_kept([*whole(stream)], 1).max((0, 2)).tolist())
+    return InFlight(*_kept(whole(stream), 1).max((0, 2)).tolist())
 
 
 def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
@@ -73,6 +72,11 @@ def _fullest(states: np.ndarray) -> np.ndarray:
         for first in range(0, len(states), 64)
     ]
     return states[np.concatenate(kept)]
+
+
+def _kind(part: int, op: str) -> int:
+    """Return the combined index of a model chunk and a kind of pass."""
+    return len(COMPUTE) * part + COMPUTE.index(op)
 
 
 class StageTimes(NamedTuple):
@@ -165,7 +169,7 @@ class StepModel:
         return self._known[stage]
 
     def _moments_of(self, stage):
-        passes = [*whole(self.schedule.stream(stage, self.placement, self.micros, 1))]
+        passes = whole(self.schedule.stream(stage, self.placement, self.micros, 1))
         states = _kept(passes, self.chunks).reshape(1 + len(passes), -1)
         backward = np.cumsum([0, *(op in ("B", "BW") for op, *_ in passes)]) > 0
         states = np.column_stack([states, backward])
@@ -179,7 +183,7 @@ class StepModel:
     @cached_property
     def _streams(self):
         sizes = self.schedule.name, self.stages, self.micros, self.chunks
-        return [[*whole(stream)] for stream in instruction_streams(*sizes)[0]]
+        return [whole(stream) for stream in instruction_streams(*sizes)[0]]
 
     @cached_property
     def _order(self):
@@ -189,39 +193,57 @@ class StepModel:
         another stage that produces its input, the boundary between the two model chunks, and a
         combined index of model chunk and kind of pass.
         """
-        streams = [deque(passes) for passes in self._streams]
-        numbers: dict[tuple[int, Instruction], int] = {}
-        waiting: dict[tuple[int, Instruction], int] = {}
+        streams, done = self._streams, [0] * self.stages
+        lengths = [*map(len, streams)]
+        kinds = [*map(self._kinds_on, range(self.stages))]
+        numbers: dict[tuple[int | None, int], int] = {}
+        waiting: dict[tuple[int | None, int], int] = {}
         found: list[tuple[int, int, int, int]] = []
-        last, ready = [_START] * len(streams), [*range(len(streams))]
+        last, ready, number = [_START] * self.stages, [*range(self.stages)], 0
         while ready:
             stage = ready.pop()
-            while streams[stage]:
-                needs = self.placement.needs(stage, streams[stage][0])
-                need = next((each for each in needs if each[0] != stage), None)
-                if need and need not in numbers:
-                    waiting[need] = stage
+            while done[stage] < lengths[stage]:
+                op, mb, chunk = streams[stage][done[stage]]
+                kind, result, need, border = kinds[stage][op, chunk]
+                if need is not None and (need, mb) not in numbers:
+                    waiting[need, mb] = stage
                     break
-                done = streams[stage].popleft()
-                found.append((last[stage], *self._numbered(stage, done, need, numbers)))
-                result = stage, done._replace(op=done.op[0])
-                numbers[result] = last[stage] = len(found) - 1
-                ready += [waiting.pop(result)] if result in waiting else []
+                other = _NOWHERE if need is None else numbers[need, mb]
+                found.append((last[stage], other, border, kind))
+                last[stage] = numbers[result, mb] = number
+                done[stage], number = done[stage] + 1, number + 1
+                if (result, mb) in waiting:
+                    ready.append(waiting.pop((result, mb)))
         return found, last
 
-    def _numbered(self, stage, instruction, need, numbers):
-        part = self.placement.part(stage, instruction.chunk)
-        kind = len(COMPUTE) * part + COMPUTE.index(instruction.op)
-        if need is None:
-            return _NOWHERE, 0, kind
-        return numbers[need], min(part, self.placement.part(need[0], need[1].chunk)), kind
+    def _kinds_on(self, stage):
+        """Return a dict from each (op, chunk) on a stage to four indices.
+
+        The indices are the combined index of model chunk and kind of pass, that of its result (BW
+        counts as B), that of its input from another stage, or None, and the boundary between the
+        two model chunks.
+        """
+        found = {}
+        for chunk, part in enumerate(self.placement.parts_of(stage)):
+            for op in COMPUTE:
+                needs = self.placement.needs(stage, Instruction(op, 0, chunk))
+                others = [
+                    (self.placement.part(where, need.chunk), need.op)
+                    for where, need in needs
+                    if where != stage
+                ]
+                need = _kind(*others[0]) if others else None
+                border = min(part, others[0][0]) if others else 0
+                found[op, chunk] = _kind(part, op), _kind(part, op[0]), need, border
+        return found
 
     def ends(self, costs: Sequence[Cost]) -> list[float]:
         """Return the end time of the last pass of each stage, in seconds.
 
         `costs` has one Cost per model chunk.
         """
-        seconds = [cost.seconds()[kind] for cost in costs for kind in COMPUTE]
+        durations = [cost.seconds() for cost in costs]
+        seconds = [each[op] for each in durations for op in COMPUTE]
         messages, (passes, last) = [cost.comm for cost in costs], self._order
         ends = [0.0] * len(passes) + [-inf, 0.0]
         for number, (before, other, border, kind) in enumerate(passes):

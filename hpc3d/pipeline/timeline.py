@@ -93,7 +93,7 @@ class _Clock:
         self.messages = [each.comm for each in cost]  # indexed by the chunk before the boundary
         self.seconds = {placement.location(part): each.seconds() for part, each in enumerate(cost)}
         self.given = [list(stream) for stream in streams]
-        self.streams = [list(whole(stream)) for stream in self.given]
+        self.streams = [whole(stream) for stream in self.given]
         self.rows: list[Row] = [[] for _ in self.streams]
         # Maps each kind of pass (stage, op, chunk) to the end times by microbatch, and to the
         # result of `_kind`. `waiting` maps (kind, microbatch) to the stages that wait for it.

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator
 
 from hpc3d.pipeline.instruction import Instruction, from_pattern
 
+# Operation and chunk of each letter but W in the patterns of `_some`.
+_PASSES = {letter: ("F" if letter in "Ff" else "B", int(letter.islower())) for letter in "FfBbIi"}
+
 
 def zb_h1(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     """ZB-H1: 1F1B in which stage i delays each W by i backward passes.
@@ -120,10 +123,10 @@ def _repeated(offsets: Iterable[int], micros: int) -> Iterator[Instruction]:
 
     At all other times, the oldest remaining W runs.
     """
-    times = {
-        offset + 6 * mb: letter for letter, offset in zip("FfiI", offsets) for mb in range(micros)
-    }
-    pattern = [times.get(time, "W") for time in range(max(times) + 1)]
+    starts = [*offsets]
+    pattern = ["W"] * (max(starts) + 6 * micros)
+    for letter, start in zip("FfiI", starts):
+        pattern[start : start + 6 * micros : 6] = letter * micros
     return _some(micros, [*pattern, *"W" * (2 * micros)])
 
 
@@ -133,18 +136,18 @@ def _some(micros: int, pattern: Iterable[str]) -> Iterator[Instruction]:
     F and B are as in `from_pattern`.  I is a B whose W runs later. W stands for the oldest
     remaining W of both chunks, or for nothing if none remains.
     """
-    count: Counter[tuple[str, bool]] = Counter()
-    left: deque[Instruction] = deque()
+    count: Counter[tuple[str, int]] = Counter()
+    left: deque[tuple[int, int]] = deque()
     for letter in pattern:
-        op, chunk = letter.upper().replace("I", "B"), letter.islower()
         if letter != "W":
-            passed = Instruction(op, count[op, chunk], int(chunk))
-            count[op, chunk] += 1
+            op, chunk = kind = _PASSES[letter]
+            mb = count[kind]
+            count[kind] = mb + 1
         elif left:
-            passed = left.popleft()
+            op, (mb, chunk) = "W", left.popleft()
         else:
             continue
         if letter in "Ii":
-            left.append(passed._replace(op="W"))
-        if passed.mb < micros:
-            yield passed
+            left.append((mb, chunk))
+        if mb < micros:
+            yield Instruction(op, mb, chunk)

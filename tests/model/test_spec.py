@@ -1,5 +1,8 @@
 """Sizes, products and names of a model."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from hpc3d.model.spec import Experts, ModelSizes, WeightProduct
@@ -14,6 +17,14 @@ def test_widths_of_gpt_2():
 def test_widths_of_llama():
     sizes = ModelSizes(2, hidden=24, heads=4, sequence=8, vocabulary=10, kv_heads=2, ffn=64)
     assert (sizes.form, sizes.qkv, sizes.ffn) == (HeadForm(6, 2), 48, 64)
+
+
+@pytest.mark.parametrize("window", [0, 4, 8])
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_windows_are_counted_without_a_loop_over_the_blocks(window, every):
+    sizes = ModelSizes(7, 24, heads=4, sequence=8, vocabulary=10, window=window)
+    sizes = replace(sizes, global_every=every)
+    assert sizes.windows() == Counter(map(sizes.window_of, range(7)))
 
 
 def test_weight_product_flops_count_its_rows():

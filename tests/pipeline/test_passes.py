@@ -96,7 +96,7 @@ def test_lowering_keeps_pass_order_and_fuses_adjacent_messages(name, v):
     passes, placement = instruction_streams(name, 4, 8, v)
     for stream, groups in zip(passes, lower(passes, placement)):
         first = [group[0] for group in groups]
-        assert [one for one in first if one.op in COMPUTE] == list(whole(stream))
+        assert [one for one in first if one.op in COMPUTE] == whole(stream)
         moves = [one.op in MESSAGES for one in first]
         assert not any(one and other for one, other in pairwise(moves))
         assert first[-1] == ("Step", -1, 0)

@@ -12,7 +12,10 @@ from hpc3d.pipeline.schedule import find, instruction_streams
 from hpc3d.pipeline.step_model import StageTimes, reduced, step_model
 from hpc3d.pipeline.timeline import Cost, makespan, timeline
 
-SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
+SCHEDULES = [
+    *(("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1)),
+    *((name, 2) for name in ("zb-v", "v-half", "v-min", "dualpipe-v")),
+]
 
 
 def drawn(seed, name, chunks, most_stages, micros):

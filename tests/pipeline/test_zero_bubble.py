@@ -1,11 +1,13 @@
 """Schedules that split the backward pass in two."""
 
+import random
 from collections import Counter
 
 import pytest
 
 from hpc3d.pipeline.instruction import whole
-from hpc3d.pipeline.schedule import instruction_streams
+from hpc3d.pipeline.schedule import SCHEDULES, instruction_streams
+from hpc3d.pipeline.step_model import step_model
 from hpc3d.pipeline.timeline import Cost, timeline
 from tests.pipeline.test_schedule import text
 
@@ -64,6 +66,23 @@ def test_bubble_and_memory_of_v_schedules_match_the_formulas(p, rounds):
         rows = timeline(streams, placement, Cost(2, 2, 2))
         bubble = max(row[-1][1] - row[0][0] for row in rows) - 6 * rounds * p
         assert (bubble, max(map(kept, streams))) == found, name
+
+
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_lean_schedules_are_slower_with_a_microbatch_per_stage(p, seed):
+    draw = random.Random(seed)
+    passes = (draw.uniform(0.1, 2) for _ in range(3))
+    costs = [Cost(*passes, draw.choice([0, draw.uniform(0, 2)]))] * (2 * p)
+    shaped = [each for each in SCHEDULES.values() if each.v_shaped]
+    for micros in (p, p + 1, 2 * p - 1, 4 * p + 1):
+        lean, others = (
+            min(max(step_model(each.name, p, micros, 2).ends(costs)) for each in group)
+            for group in (
+                [each for each in shaped if each.lean is which] for which in (True, False)
+            )
+        )
+        assert lean >= others * (1 - 1e-12)
 
 
 def theirs(schedules, stages, micros, rank):

@@ -193,13 +193,22 @@ class Candidates:
         """Yield an estimate for each schedule and each ZeRO stage in `group`.
 
         If `splits` is true, only schedules that split the backward pass are considered; otherwise,
-        only schedules that do not split it.
+        only schedules that do not split it. With at least one microbatch per stage, lean
+        schedules are slower than other V-shaped ones, and are omitted if all of these fit in
+        memory.
         """
         named = layouts.schedules(config.mesh.p, micros, config.model.layers)
         named = [each for each in named if find(each[0]).splits_backward == splits]
+        short = set()  # ZeRO stages with which a V-shaped schedule may not fit
         for (name, chunks), zero in product(named, group):
+            schedule = find(name)
+            if schedule.lean and micros >= config.mesh.p and zero not in short:
+                continue
             changes = {"microbatches": micros, "chunks": chunks, "schedule": name}
-            yield self._with(config, zero, way, **changes)
+            found = self._with(config, zero, way, **changes)
+            if schedule.v_shaped and not self.fits(found, SURE):
+                short.add(zero)
+            yield found
 
     def with_higher_stages(self, config: Config) -> Iterator[Estimate]:
         """Yield estimates of a layout for each ZeRO stage from that of `config` on.

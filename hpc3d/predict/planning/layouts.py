@@ -247,20 +247,21 @@ def problems(config: Config, ranks: int) -> list[str]:
 def schedules(stages: int, micros: int, layers: int) -> tuple[tuple[str, int], ...]:
     """Return a pair (name, chunks) for each schedule that supports the given sizes.
 
-    The pairs are sorted by name, with schedules that split the backward pass last.
+    Schedules that split the backward pass come last, and lean schedules last among these. Pairs
+    are otherwise sorted by name.
     """
     if stages == 1:
         return ((usual(stages), 1),)
     most = min(layers // stages, MOST_PASSES // (stages * micros))  # maximum number of chunks
     named = [
-        (schedule.splits_backward, name, chunks)
+        (schedule.splits_backward, schedule.lean, name, chunks)
         for name, schedule in SCHEDULES.items()
         for chunks in schedule.search_chunks
         if chunks <= most
         and not schedule.asynchronous
         and not schedule.forbids(stages, micros, chunks)
     ]
-    return tuple((name, chunks) for _, name, chunks in sorted(named))
+    return tuple((name, chunks) for *_, name, chunks in sorted(named))
 
 
 def zeros(config: Config, ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -77,9 +77,9 @@ class Pass(NamedTuple):
         if other is NOTHING and self.left <= self.peak:
             return self
         left, peak = self.left + other.left, max(self.peak, self.left + other.peak)
-        waits, busy = self.waits + other.waits, self.busy + other.busy
+        waits, busy = _sum(self.waits, other.waits), self.busy + other.busy
         same = self.idle is self.waits and other.idle is other.waits
-        idle = waits if same else self.idle + other.idle
+        idle = waits if same else _sum(self.idle, other.idle)
         return Pass(self.seconds + other.seconds, waits, left, peak, busy, idle)
 
     def __mul__(self, times: float) -> Pass:
@@ -91,6 +91,10 @@ class Pass(NamedTuple):
         peak = (times - 1) * max(0, self.left) + self.peak
         busy = times * self.busy
         return Pass(times * self.seconds, waits, times * self.left, peak, busy, idle)
+
+
+def _sum(counts: Counter, others: Counter) -> Counter:
+    return counts + others if counts and others else counts or others
 
 
 def _multiplied(counts: Mapping[str, float], times: float) -> Counter:
@@ -245,6 +249,7 @@ def _seconds(nanoseconds: Mapping[str, int]) -> Counter:
     return Counter({axis: spent / 1e9 for axis, spent in nanoseconds.items()})
 
 
+@cache
 def _blocks_by_kind(sizes: ModelSizes) -> list[dict[LayerRange, int]]:
     """Return the entries of `LayerSample.kinds`."""
     every = sizes.experts.every if sizes.experts else 1

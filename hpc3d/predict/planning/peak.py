@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.cost_table import CostTable
     from hpc3d.predict.planning.pass_costs import LayerSample, PartCosts, PassSeconds
 
-_PASS = {"F": "forward", "B": "backward", "BW": "backward", "W": "weight"}
+_PASS = {"F": 0, "B": 1, "BW": 1, "W": 2}  # index of each pass in a StageWork
 
 
 class StageWork(NamedTuple):
@@ -163,9 +163,9 @@ def stage_bytes(
     works = [work_of(parts, each, split) for each in chunks]
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
-    peaks = {op: [getattr(work, name).peak for work in works] for op, name in _PASS.items()}
+    peaks = [(work.forward.peak, work.backward.peak, work.weight.peak) for work in works]
     moments = [
-        (saved, peaks[op][chunk] + blocks)
+        (saved, peaks[chunk][_PASS[op]] + blocks)
         for (op, chunk), saved in model.held(number, forward, inputs)
     ]
     # The update, or the start of the next forward pass, holds at most two gathered buckets.

@@ -58,17 +58,13 @@ class Found(NamedTuple):
         time: Callable[[Candidate], TimedCandidate],
     ) -> None:
         """Call `time` for the candidates that have not been timed, and move them to `timed`."""
-        new = [
-            candidate
-            for candidate in candidates
-            if all(candidate is not each.candidate for each in self.timed)
-        ]
+        known = {id(each.candidate) for each in self.timed}
+        new = [candidate for candidate in candidates if id(candidate) not in known]
         self.timed.extend(map(time, new))
         self.sort()
+        moved = {*map(id, new)}
         for others in (self.cut, self.left):
-            others[:] = [
-                candidate for candidate in others if all(candidate is not each for each in new)
-            ]
+            others[:] = [candidate for candidate in others if id(candidate) not in moved]
 
     def sort(self) -> None:
         self.timed.sort(key=lambda each: (not each.fits, each.best.seconds))

@@ -117,7 +117,8 @@ class Clock(CostMeter):
 
     def _run(self, seconds: float) -> None:
         """Run a kernel of `seconds`, or several ones, when the host has launched it."""
-        if host := _nanoseconds(self.machine.host_s):
+        if self.machine.host_s:
+            host = _nanoseconds(self.machine.host_s)
             first, others = self.host + host, _nanoseconds((self.count - 1) * seconds)
             self.host += self.count * host
             self.now = max(self.now, first, self.host - others)

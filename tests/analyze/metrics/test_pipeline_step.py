@@ -59,7 +59,7 @@ def test_stages_execute_the_instruction_streams_of_the_schedule(run):
     for step in range(STEPS):
         rows = passes.measured(step)
         assert min(row[0][0] for row in rows) == 0
-        assert [[what for *_, what in row] for row in rows] == [list(whole(one)) for one in given]
+        assert [[what for *_, what in row] for row in rows] == [whole(one) for one in given]
 
 
 def test_passes_are_sequential_and_start_after_their_dependencies(run):

@@ -92,6 +92,18 @@ def test_every_estimate_is_counted():
     assert candidates.count == len(found) > 0
 
 
+@pytest.mark.parametrize(("micros", "memory", "tried"), [(8, 16, 0), (8, 0.13, 2), (2, 16, 2)])
+def test_lean_schedules_are_tried_only_if_they_may_be_best(micros, memory, tried):
+    """ZB-V needs 139 MB with 8 microbatches, V-Half 118 MB and V-Min 97 MB."""
+    line = f"{SMALL} model.layers=16"
+    candidates = Search(config_of(line), 8, 256, CLUSTER, memory * GB).candidates
+    config, way = settled(f"{line} p=4 d=2 schedule=1f1b"), layouts.MEMORY_OPTIONS[0]
+    found = candidates.options(config, micros, (0,), way, splits=True)
+    names = [each.config.parallel.schedule for each in found]
+    assert names[:4] == ["dualpipe-v", "zb-h1", "zb-h2", "zb-v"]
+    assert names[4:] == ["v-half", "v-min"][:tried]
+
+
 def over(searched):
     """Return the numbers of ranks over which the candidates of a search split heads."""
     configs = [candidate.config for candidate in searched.allowed_candidates()]
