@@ -6,7 +6,7 @@ proof covers the operands of all operations and collectives, dropout masks, the 
 saved activations of each layer, and the gradient of each parameter before and after its reduction.
 
 It does not cover pipeline messages, the order of shards in a gathered array, compressed gradients,
-the optimizer, and the values that other ranks own in SUMMA. GPU kernels that fuse several
+the optimizer, the agreements of local updates, and the values that other ranks own in SUMMA. GPU kernels that fuse several
 operations are checked as separate operations.
 """
 
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from hpc3d.comm.mesh import COPIES
 from hpc3d.model.layers import immediately
 from hpc3d.model.microbatch import Microbatch
 from hpc3d.model.spec import recompute_of
@@ -50,6 +51,8 @@ def prove(config: Config, vocabulary: int) -> None:
     """
     config = replace(config, parallel=replace(config.parallel, offload=()))
     sizes = {**config.sizes(), "p": 1}
+    if config.parallel.local_steps:
+        sizes[COPIES] = 1  # each worker trains on its own
     axes = [axis for axis, size in sizes.items() if size > 1]
     if not (axes and config.guard.layout):
         return
