@@ -402,7 +402,8 @@ def _because(reason: str, row: RankedLayout) -> str:
         "recompute": lambda: f"have more compute time ({again})",
         "axis": lambda: f"wait longer on axis {axis}: {readable_time(row.waits[axis])}",
     }
-    return f"{texts[kind]()}; ~{readable_time(row.seconds)} {shown_layout(row.config)}".rstrip()
+    seconds = "~" * (not row.simulated) + readable_time(row.seconds)
+    return f"{texts[kind]()}; {seconds} {shown_layout(row.config)}".rstrip()
 
 
 if __name__ == "__main__":

@@ -154,7 +154,8 @@ class Block:
                 n1, norm1 = self.residual1.restored(kept.norm1)
                 n2, norm2 = self.residual2.restored(kept.norm2)
                 saved = self._with_outputs(kept._replace(norm1=norm1, norm2=norm2), n1, n2)
-                saved = saved._replace(mlp=self.mlp.restored(saved.mlp))
+                with self.mesh.trace.scope(part="MLP"):
+                    saved = saved._replace(mlp=self.mlp.restored(saved.mlp))
         self.parameters.use(newest)
         return saved
 

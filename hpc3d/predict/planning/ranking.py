@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain, islice
 from math import inf
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpc3d.comm.mesh import COPIES
 from hpc3d.config.input_file import BUCKET_MB, Config, MeshConfig, ParallelConfig
@@ -50,6 +50,7 @@ _MORE = 0.25  # extra budget to try these variants, as a fraction of the simulat
 # no layout with the same grouping key (`_family`) has been simulated. Otherwise, the estimate is
 # multiplied by _KIN and by the group's smallest ratio of simulated to estimated time.
 _NEW, _KIN = 0.9, 0.97
+_Layout = TypeVar("_Layout", "Estimate", "RankedLayout")
 
 
 class RankedLayout(NamedTuple):
@@ -346,36 +347,38 @@ class Ranking:
         winner, groups = self._offer(best.config), {}
         for each in self.found.timed:
             if winner not in each.offers:
-                groups.setdefault(self.reason(each, winner), []).append(each.best)
+                row = self.row(each)
+                reason = self.reason(row, winner) if row else "memory"
+                groups.setdefault(reason, []).append(row or self._known(each.best))
         losers = [
-            Loser(reason, len(group), estimated(self.nearest(group)))
-            for reason, group in groups.items()
+            Loser(reason, len(group), self.nearest(group)) for reason, group in groups.items()
         ]
         return sorted(losers, key=lambda loser: -loser.count)
+
+    def _known(self, estimate: Estimate) -> RankedLayout:
+        """Return a simulated RankedLayout, or an estimate with the expected peak."""
+        expected = estimated(estimate)._replace(peak=int(self.peak(estimate)))
+        return self.known.get(estimate.config, expected)
 
     def _offer(self, config: Config) -> Estimate:
         offers = chain.from_iterable(each.offers for each in self.found.timed)
         return next(offer for offer in offers if offer.config == config)
 
-    def nearest(self, group: Sequence[Estimate]) -> Estimate:
-        """Return the fastest estimate that fits in memory, or else the one with the lowest
-        peak."""
+    def nearest(self, group: Sequence[_Layout]) -> _Layout:
+        """Return the fastest layout that fits in memory, or else the one with the lowest peak."""
         fitting = [each for each in group if self.fits(each)]
         smallest = min(group, key=lambda each: each.peak)
         return min(fitting, key=lambda each: each.seconds, default=smallest)
 
-    def reason(self, each: TimedCandidate, winner: Estimate) -> str:
-        """Return the component of the step time that increases most compared with `winner`.
-
-        The result is "memory" if no layout of the candidate fits in memory.
-        """
-        if not each.fits:
-            return "memory"
-        more = {f"axis {axis}": s - winner.waits[axis] for axis, s in each.best.waits.items()}
-        more["bubble"] = each.best.bubble - winner.bubble
-        again = recomputation(each.best.config.parallel.recompute)
+    def reason(self, row: RankedLayout, winner: Estimate) -> str:
+        """Return the component of the step time that increases most compared with `winner`."""
+        estimate = self._offer(row.config)
+        waits = {axis: estimate.waits[axis] - winner.waits[axis] for axis in row.waits}
+        more = {f"axis {axis}": seconds for axis, seconds in waits.items()}
+        more["bubble"] = estimate.bubble - winner.bubble
+        again = recomputation(row.config.parallel.recompute)
         again -= recomputation(winner.config.parallel.recompute)
-        more["recompute" if again > 0 else "compute"] = each.best.compute - winner.compute
+        more["recompute" if again > 0 else "compute"] = estimate.compute - winner.compute
         return max(more, key=more.get)
 
 

@@ -109,7 +109,8 @@ def bubble(runs: Sequence[StageRun]) -> float:
 def _span_and_work(run: StageRun) -> tuple[int, int]:
     """Return the time from the first to the last pass in ns, with and without message waits.
 
-    Both times begin with the start of the first pass and end with the end of the last pass.
+    Both times begin with the start of the first pass and end with the end of the last pass. They
+    are 0 for a stage without layers, which only forwards messages.
     """
     begins, ends, messages = [], [], []
     for rows, shifts in run.events.kinds:
@@ -120,7 +121,7 @@ def _span_and_work(run: StageRun) -> tuple[int, int]:
             begins.append(start[~message].min() + shifts.min())
             ends.append((start + length)[~message].max() + shifts.max())
         messages.append((start[message] + shifts[:, None], length[message]))
-    begin, end = min(begins), max(ends)
+    begin, end = min(begins, default=0), max(ends, default=0)
     waits = sum((((start >= begin) & (start < end)) * length).sum() for start, length in messages)
     return int(end - begin), int(end - begin - waits)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hpc3d.predict.machine.machine import Link
-from hpc3d.predict.planning.ranking import Ranking, shown_layout
+from hpc3d.predict.planning.ranking import Ranking, estimated, shown_layout
 from tests.predict.planning.test_search import CLUSTER, SMALL, config_of, search, settled, step
 
 
@@ -17,6 +17,18 @@ def test_slow_links_are_the_reason_of_losing_layouts():
     losers = ranking.losers(ranking.best(3)[0])
     assert losers[0].reason.startswith("axis ")
     assert sum(loser.count for loser in losers) == len(found.timed) - 1
+
+
+def test_slower_layouts_fit_in_memory():
+    """The fastest layout exceeds the limit in its simulation, but not in its estimate."""
+    searched, found = search()
+    ranking = Ranking(searched, found, CLUSTER, most=1e9)
+    first, second, *_ = (each.best for each in found.timed)
+    ranking.known[first.config] = estimated(first)._replace(peak=10**12)
+    losers = ranking.losers(ranking.run(second))
+    assert losers
+    for reason, _, nearest in losers:
+        assert ranking.fits(ranking.known.get(nearest.config, nearest)) == (reason != "memory")
 
 
 @pytest.mark.slow

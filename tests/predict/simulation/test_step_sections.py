@@ -92,6 +92,20 @@ def test_sub_blocks_have_their_products():
     assert flop["norm", "forward"] == flop["embedding", "forward"] == 0
 
 
+@pytest.mark.parametrize("modules", ['["mlp"]', '["mlp_act"]', '["layernorm","mlp"]'])
+@pytest.mark.parametrize("layer", ["", "experts=4 shared_experts=1"])
+def test_recomputation_is_part_of_the_backward_pass_of_its_sub_block(modules, layer):
+    """The time of the other sections does not depend on the recomputed modules."""
+    line = f"microbatches=2 layers=3 backend=cupy dtype=float32 {layer}"
+    (_, (run,)), (_, (again,)) = simulated(line), simulated(f"{line} recompute='{modules}'")
+    other = [each for each in again.account if each[0] == "other"]
+    assert {each: again.account[each] for each in other if each[1] != "optimizer"} == {
+        each: run.account[each] for each in other if each[1] != "optimizer"
+    }
+    key = "MLP", "recompute", "time"
+    assert again.account[key] > 0 == run.account.get(key, 0)
+
+
 def test_tensor_parallelism_moves_the_bytes_of_its_sub_blocks():
     """1-D: an all-reduce of the output of both sub-blocks in each pass."""
     _, (run,) = simulated("x=2 scheme=1d microbatches=1 layers=2 hidden=24 batch=4")

@@ -55,6 +55,9 @@ REPLAYED = """
 p=2 d=2 x=2 schedule=interleaved chunks=2 microbatches=6 zero=1 backend=cupy dtype=float32
 p=4 c=2 schedule=1f1b microbatches=8 sequence=8 layers=8
 p=2 x=2 scheme=3d-broadcast schedule=zb-h1 microbatches=4
+p=3 schedule=1f1b microbatches=4 layers_per_stage=[2,0,2]
+p=4 schedule=zb-v chunks=2 microbatches=8 layers=8 layers_per_stage=[2,1,1,0,0,1,1,2]
+p=4 schedule=v-half chunks=2 microbatches=8 layers=8 layers_per_stage=[2,1,1,0,0,1,1,2]
 """.strip().splitlines()
 
 
