@@ -25,9 +25,10 @@ class Saver:
     """Save a trainer's state periodically, as configured.
 
     `how` is the `[checkpoint]` section of the configuration. The state is saved every `every`
-    steps and after the last step; `every` = 0 disables both. The newest `keep` checkpoints are
-    kept. With `keep_best`, the state is also saved after each evaluation that yields the lowest
-    loss so far, and the best checkpoint is kept in addition.
+    steps and after the last step; `every` = 0 disables both. A `resumed` run always saves its last
+    step, unless its schedule is asynchronous. The newest `keep` checkpoints are kept. With
+    `keep_best`, the state is also saved after each evaluation that yields the lowest loss so far,
+    and the best checkpoint is kept in addition.
 
     Training continues as soon as the rank's shard is copied. A thread writes the copy to disk, and
     rank 0's thread completes the checkpoint. `header(done)` returns the manifest entries after
@@ -41,9 +42,11 @@ class Saver:
         how: CheckpointConfig,
         header: Callable[[int], dict[str, Any]],
         say: Callable[[str], object],
+        resumed: bool = False,
     ) -> None:
         self.parent, self.trainer, self.header = Path(folder) / "checkpoints", trainer, header
         self.how, self.say, self.thread, self.saved = how, say, None, 0
+        self.resumed = resumed and not trainer.feed.asynchronous
         self.report = ""  # log line set by the writer thread; `wait` logs it
         self.exposed = 0.0  # seconds for which the current save blocked training
 
@@ -54,9 +57,9 @@ class Saver:
         """
         if self.thread and not self.thread.is_alive():
             self.wait()
-        done, last = number + 1, self.trainer.config.train.steps
-        due = self.how.every and (done % self.how.every == 0 or done == last)
-        if due or (best and self.how.keep_best):
+        every, done = self.how.every, number + 1
+        last = done == self.trainer.config.train.steps and (every or self.resumed)
+        if last or (every and done % every == 0) or (best and self.how.keep_best):
             self.save(done)
 
     def stop(self, number: int) -> bool:
@@ -140,4 +143,4 @@ def saver_of(
         texts = {"texts": plan.texts} if plan.texts else {}
         return header | {"position": position} | texts | trainer.manifest()
 
-    return Saver(plan.folder, trainer, how, header, log.say)
+    return Saver(plan.folder, trainer, how, header, log.say, bool(plan.resumed))

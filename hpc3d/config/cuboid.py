@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d.comm.grid import divisors
 from hpc3d.config.size_rules import violations
-from hpc3d.console.sanitize import counted
+from hpc3d.console.sanitize import Problems, counted
 from hpc3d.model.families import block_products
 
 if TYPE_CHECKING:
@@ -34,6 +34,9 @@ def with_cuboid(config: Config, ranks: int) -> Config:
     valid = (each for each in found if not violations(each, ranks))
     best = min(valid, key=received_elements, default=None)
     if best is None:
+        alone = replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
+        if problems := violations(alone, others):  # of any cuboid
+            raise Problems(problems)
         experts = ", and mesh.e for its experts" if config.model.experts else ""
         raise ValueError(
             f"mesh: no cuboid of {counted(size, 'rank')} has axes that divide the "

@@ -168,7 +168,7 @@ class ParallelConfig:
     bucket_mb: Annotated[float | None, AtLeast(0), LessThan(inf)] = None
     """Size of a gradient bucket in MB. One collective reduces each bucket along d. Default: 25, or
     more if latency accounts for more than 40 % of the predicted time of a collective of 25 MB
-    (docs/data-parallelism.md)."""
+    (docs/data-parallelism.md). With 0, each parameter is reduced separately."""
     reduce_dtype: Literal["float16", "bfloat16", "float32"] | None = None
     """Data type in which gradients are sent along d, c and e. They are accumulated in float32.
     Default: the data type of the gradients. With ZeRO 2 and 3, the default for matrices is
@@ -581,7 +581,7 @@ class CheckpointConfig:
     __pydantic_config__ = STRICT
     every: Annotated[int, AtLeast(0), AtMost(INT32)] = 0
     """Interval in steps between checkpoints. The last step is also saved. With 0, a checkpoint is
-    saved only if the run is asked to stop."""
+    saved only if the run is asked to stop, and at the end of a resumed run."""
     keep: Annotated[int, AtLeast(1), AtMost(INT32)] = 2
     """Number of most recent checkpoints to keep."""
     keep_best: Annotated[bool, ValidFor("train.eval_every")] = False

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from itertools import chain, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc3d.config import deprecated_keys
 from hpc3d.config.familiar_names import familiar
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _PATHS = "run.out", "data.path", "data.validation", "data.tokenizer"
 # Last key that every version of hpc3d writes to config.toml; a file without it is truncated.
 _LAST = "run", "watchdog_s"
+_OF_MACHINES = {"gemm", "like", "links"}  # keys that distinguish machine files from input files
 # Components of pydantic error locations that name a type in a union, not a key of the input file.
 _KINDS = re.compile(r"float|str|(literal|tuple)\[.*")
 
@@ -65,7 +66,7 @@ def load(
     ValueError
         If the input is invalid or a stored file is incomplete, with one line (key, fix) per error.
     """
-    tree = {} if path is None else read(find(path, INPUT))
+    tree = {} if path is None else _read_input(find(path, INPUT))
     notices = deprecated_keys.use_new_names(tree)
     if not of_run:
         _expand_paths(tree)
@@ -75,12 +76,37 @@ def load(
             "from the input file of the run"
         )
     typed = override(tree, overrides)
+    _wrap_names(tree)
     deprecated_keys.warn(typed if of_run else [*notices, *typed])
     return validate(tree, rules)
 
 
+def _read_input(path: Path | str) -> dict[str, Any]:
+    tree = read(path)
+    if _OF_MACHINES & {*tree}:
+        raise ValueError(f"{path}: a machine file, not an input file; use it with --machine")
+    return tree
+
+
 def _has_key(tree: Mapping[str, Any], section: str, key: str) -> bool:
     return isinstance(table := tree.get(section), dict) and key in table
+
+
+def _wrap_names(tree: dict[str, Any]) -> None:
+    """Convert each single name to a list, in place, if its key has a list of such names."""
+    for section, table in tree.items():
+        if isinstance(table, dict) and _is_section(section):
+            types = get_type_hints(type(getattr(Config(), section)))
+            for key, value in table.items():
+                if isinstance(value, str) and value in _listed_names(types.get(key)):
+                    table[key] = [value]
+
+
+def _listed_names(kind: Any) -> Iterator[str]:
+    """Yield the names in the lists that the type of a key allows."""
+    for each in (kind, *get_args(kind)):
+        if get_origin(each) is tuple and get_origin(get_args(each)[0]) is Literal:
+            yield from get_args(get_args(each)[0])
 
 
 def _expand_paths(tree: dict[str, Any]) -> None:
@@ -320,7 +346,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def _is_section(key: str) -> bool:
-    return is_dataclass(getattr(Config(), key))
+    return is_dataclass(getattr(Config(), key, None))
 
 
 def to_toml(config: Config) -> str:

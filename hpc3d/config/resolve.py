@@ -65,6 +65,8 @@ def _resolved(config: Config, ranks: int | None, default: bool) -> tuple[Config,
         problems += violations(config, ranks)
     except WrongValueUsed:
         pass
+    except Problems as error:  # of any sizes of x, y and z
+        problems += error.lines
     except ValueError as error:  # no sizes of x, y and z divide the model and batch sizes
         problems.append(str(error))
     return config, problems

@@ -83,7 +83,8 @@ def _nul_characters(config: Config) -> Iterator[str]:
 
 def _wrong_order(order: str) -> Iterator[str]:
     if sorted(order.split()) != sorted(AXES):
-        yield f"mesh.order = {order!r:.60}: must list each of {' '.join(AXES)} once"
+        axes = " ".join(AXES)
+        yield f"mesh.order = {order!r:.60}: must list each of {axes} once, separated by spaces"
 
 
 def unknown_schedule(config: Config) -> Iterator[str]:

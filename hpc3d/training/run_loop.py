@@ -219,8 +219,8 @@ def _end(job: Job, plan: RunPlan, run: RunningJob, done: int) -> None:
         run.log.copies(store_of(run.trainer.mesh.pool), done - run.start)
     if plan.resumed and not run.saver.saved:
         run.log.say(
-            "the steps of this run were not saved, because checkpoint.every = 0; set it to save "
-            "checkpoints",
+            "the steps of this run were not saved: the schedule keeps microbatches in flight "
+            "between steps",
             "yellow",
         )
     run.log.end_metrics()

@@ -16,12 +16,10 @@ from hpc3d.training.run_folder import clear
 from tests.pipeline.mixes import config_of, trainer_of
 
 LAYOUTS = {
-    "serial": "batch=8 layers=1 schedule=none microbatches=1 decay=constant steps=1000000",
-    "x=2": "x=2 scheme=1d batch=8 layers=1 microbatches=1 decay=constant steps=1000000",
-    "uneven": "p=2 layers_per_stage=[2,0] batch=8 layers=2 microbatches=1 decay=constant "
-    "steps=1000000",
-    "mixture": "experts=2 batch=8 layers=1 schedule=none microbatches=1 decay=constant "
-    "steps=1000000",
+    "serial": "batch=8 layers=1 schedule=none microbatches=1 decay=constant",
+    "x=2": "x=2 scheme=1d batch=8 layers=1 microbatches=1 decay=constant",
+    "uneven": "p=2 layers_per_stage=[2,0] batch=8 layers=2 microbatches=1 decay=constant",
+    "mixture": "experts=2 batch=8 layers=1 schedule=none microbatches=1 decay=constant",
 }
 WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events; and open, to write
 
@@ -46,14 +44,14 @@ class ThreadJob:
         raise Problems(problems)
 
 
-def run_until(folder, layout, until, every=1, evaluations=None):
+def run_until(folder, layout, until, every=1, evaluations=None, steps=10**6):
     """Continue the run in `folder` until step `until`, and save after every `every` steps.
 
     Rank 0 appends the losses to the file `losses`, and log lines to `said`. The best checkpoint
-    according to `evaluations`, {completed steps: loss}, is kept.
+    according to `evaluations`, {completed steps: loss}, is kept. The run has `steps` steps.
     """
     clear(folder)
-    config = config_of(LAYOUTS[layout])
+    config = config_of(f"{LAYOUTS[layout]} steps={steps}")
     plain, losses = {"run_id": folder.name, "config": to_toml(config)}, evaluations or {}
 
     def header(done):
@@ -67,7 +65,7 @@ def run_until(folder, layout, until, every=1, evaluations=None):
         begun = steps_of(folder / "checkpoints")
         start = resume(ThreadJob(mesh), folder, trainer, say) if begun else 0
         how = CheckpointConfig(every=every, keep=2, keep_best=bool(evaluations))
-        saver = Saver(folder, trainer, how, header, say)
+        saver = Saver(folder, trainer, how, header, say, resumed=bool(begun))
         for number in range(start, until):
             note(folder / "losses", mesh)(f"{number} {trainer.step(number).loss!r}")
             best = header(number + 1).get("best", {})

@@ -192,6 +192,13 @@ def test_best_checkpoint_is_kept_in_addition_to_the_newest(every, kept, tmp_path
         assert best in expected and best_of(steps_of(folder / "checkpoints")) == named(best)
 
 
+def test_resumed_run_saves_its_last_step_without_an_interval(base, layout):
+    run_until(base, layout, END - 1, every=0, steps=END)
+    assert whole_ones(base) == [2, 1]
+    run_until(base, layout, END, every=0, steps=END)
+    assert whole_ones(base) == [END, 2]
+
+
 @pytest.mark.slow
 def test_best_checkpoint_survives_a_kill_at_any_write(layout, tmp_path):
     """The best checkpoint according to the newest intact one is intact, at every write of a save

@@ -32,6 +32,11 @@ def test_model_without_a_valid_cuboid_error_names_the_mesh_keys():
     assert re.match("mesh: .* 7 ranks .* 3d.; .* mesh.x, mesh.y .* mesh.z", said)
 
 
+def test_sizes_that_no_cuboid_can_repair_are_named():
+    options = "--mesh.d", "4", "--train.batch", "10", "--model.layers", "3", "--mesh.p", "2"
+    assert problems(*sized({}, *options), ranks=16)[0].startswith("train.batch = 10 must be")
+
+
 @pytest.mark.parametrize("ranks", [*range(1, 71), 100, 128])
 def test_default_model_resolves_on_any_number_of_ranks(ranks):
     config = resolve(load(None, []), ranks, default=True)

@@ -96,6 +96,19 @@ def test_python_file_is_rejected_with_the_page_about_nanogpt(tmp_path):
         load(path, [])
 
 
+def test_machine_file_is_rejected(tmp_path):
+    (path := tmp_path / "m.toml").write_text('like = "h100"\n')
+    with pytest.raises(ValueError, match=r"m\.toml: a machine file, not an input file; .*e$"):
+        load(path, [])
+
+
+def test_single_name_is_a_list_of_one(tmp_path):
+    (path := tmp_path / "a.toml").write_text('[parallel]\noffload = "optimizer"\n')
+    parallel = load(path, ["--parallel.recompute", "layernorm"]).parallel
+    assert (parallel.offload, parallel.recompute) == (("optimizer",), ("layernorm",))
+    assert load(path, ["--parallel.recompute", "full"]).parallel.recompute == "full"
+
+
 def test_missing_file_is_rejected(tmp_path):
     for path in (tmp_path / "missing.toml", tmp_path):
         with pytest.raises(ValueError, match=f"^{path}: .* gpt-"):

@@ -16,7 +16,7 @@ RULES = {
     "mesh.d": ("-2", "mesh.d = -2: ... 1"),
     "mesh.p": ("0", "mesh.p = 0: ... 1"),
     "mesh.e": ("2", "mesh.e = 2: ... model.experts > 0; ... change model.experts"),
-    "mesh.order": ("x y z", "mesh.order = 'x y z': ... p d c e x y z once"),
+    "mesh.order": ("x y z", "mesh.order = 'x y z': ... p d c e x y z once, separated by spaces"),
     "mesh.transport": ("tcp", "mesh.transport: ... 'auto', 'mpi', 'nccl' or 'host-staged'"),
     "parallel.scheme": ("4d", "parallel.scheme: ... '1d', '1d-sequence',"),
     "parallel.zero": ("4", "parallel.zero: ... 0, 1, 2 or 3, not 4"),
