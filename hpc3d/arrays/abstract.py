@@ -316,15 +316,15 @@ class AbstractPool(Pool):
     `workspaces` lists workspaces that are allocated when an operation needs them for the first
     time, and then remain allocated. If `part` is set, `saved` maps each part of the model to the
     live bytes of the arrays that were allocated while `part` had this value, except workspaces
-    and offloaded arrays.
+    and offloaded arrays. If `shared_memory` is true, the ranks of a node share received blocks.
     """
 
     kind = AbstractArray
     part: str | None = None
 
-    def __init__(self, meter: CostMeter | None = None) -> None:
+    def __init__(self, meter: CostMeter | None = None, shared_memory: bool = True) -> None:
         super().__init__()
-        self.meter = meter or CostMeter()
+        self.meter, self.shared_memory = meter or CostMeter(), shared_memory
         self.store = AbstractStore(self)
         self.saved: Counter[str] = Counter()
         self.workspaces: list[AbstractArray] = []

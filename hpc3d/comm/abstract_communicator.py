@@ -26,7 +26,8 @@ class AbstractCommunicator(Communicator):
     blocks are allocated in full. Blocks of CPU ranks are allocated as in hpc3d.comm.shared_memory:
     a reduction copies its input, unless `buffer` has returned the input, and the ranks of a node
     share one copy of each gathered block, broadcast block and large all-reduce result. On devices,
-    inputs are not copied and results are not shared.
+    and if the pool has no shared memory (`mesh.transport = "mpi"`), inputs are not copied and
+    results are not shared.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class AbstractCommunicator(Communicator):
 
     @property
     def _of_node(self) -> bool:
-        """True if the members are CPU ranks of one node, False if they are devices."""
-        return not self.pool.on_device
+        """True if the members share the memory of a node, False for devices and plain MPI."""
+        return self.pool.shared_memory
 
     def buffer(self, shape: Sequence[int], dtype: DTypeLike) -> AbstractArray:
         block: Any = super().buffer(shape, dtype)

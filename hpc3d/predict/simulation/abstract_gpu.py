@@ -42,7 +42,7 @@ class DeviceShapes(AbstractPool):
     kind, on_device = _DeviceShape, True
 
     def __init__(self, meter: CostMeter | None = None) -> None:
-        super().__init__(meter)
+        super().__init__(meter, shared_memory=False)
         self.float8 = self.meter.float8
         self.gpu = AbstractGpu(self)
 
@@ -255,4 +255,6 @@ value_of.register(_DeviceShape, _value)
 
 def pool_of(config: Config, meter: CostMeter | None = None) -> AbstractPool:
     """Return a pool of abstract arrays for the backend `train.backend`."""
-    return (DeviceShapes if config.train.backend == "cupy" else AbstractPool)(meter)
+    if config.train.backend == "cupy":
+        return DeviceShapes(meter)
+    return AbstractPool(meter, shared_memory=config.mesh.transport != "mpi")

@@ -53,10 +53,20 @@ d=2 x=2 dtype=bfloat16 microbatches=2 bucket_mb=0.01 local_steps=2 outer_momentu
 p=2 d=2 dtype=float32 schedule=1f1b microbatches=4 local_steps=2 'offload=["optimizer"]'
 """.strip().splitlines()
 
+OF_MPI = (
+    "dtype=float32 d=2 x=2 zero=2 microbatches=2 keep_dtype=bfloat16",
+    "dtype=float32 d=2 x=2 zero=1 reduce_dtype=bfloat16",
+)
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # tests.jobs limits each case
-@pytest.mark.parametrize("case", [Case(ranks(line), "auto", line) for line in LINES], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(ranks(line), "auto", line) for line in LINES]
+    + [Case(ranks(line), "mpi", f"{line} transport=mpi") for line in OF_MPI],
+    ids=str,
+)
 def test_predicted_peaks_of_hybrid_layouts_match_mpi_ranks(run_in_job, case):
     run_in_job("tests.predict.simulation.peaks_on_mpi", case)
 
