@@ -16,7 +16,7 @@ from hpc3d.config import package_data
 from hpc3d.console.command_line import Parser, complain, run
 from hpc3d.console.exit_codes import CHECK_FAILED
 from hpc3d.console.sanitize import Problems, lines_of, sanitized
-from hpc3d.data.sources import BIN, training_pieces
+from hpc3d.data.sources import BIN, JSONL, PARQUET, training_pieces
 from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
 from hpc3d.data.tokenizer import (
     BpeTokenizer,
@@ -160,10 +160,12 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
             )
         found = tokenizer_from(name, arguments.end) if name else _of_numbers(numbered[0])
         _refuse_others(numbered, found, name or f"next to {numbered[0]}")
-        if found.end is None and len(numbered) < len(texts):
+        characters = kind_of(found.name, found.json) == "characters"
+        one = characters and len(texts) == 1 and texts[0].suffix not in (*JSONL, *PARQUET)
+        if found.end is None and len(numbered) < len(texts) and not one:
             raise ValueError(
-                "the tokenizer has no known end-of-document token; specify it, such as --end "
-                "'<eos>'"
+                "the tokenizer has no known end-of-document token, which separates documents; "
+                "specify it, such as --end '<eos>', or --end $'\\n' for characters"
             )
         return found
     if arguments.vocabulary not in (None, ByteTokenizer.vocabulary):

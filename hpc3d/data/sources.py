@@ -48,8 +48,8 @@ class Source:
 
     `text_bytes` is the size of these documents in UTF-8 bytes, or `None` if the file contains ids.
 
-    The `end` token of the tokenizer is appended to each document. If the file already contains
-    ids, the token is added only to Megatron-LM documents that lack it.
+    The `end` token of the tokenizer, if it has one, is appended to each document. If the file
+    already contains ids, the token is added only to Megatron-LM documents that lack it.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, field: str = "text") -> None:
@@ -61,7 +61,8 @@ class Source:
         if self.path.suffix in BIN:
             yield from self._given_ids()
             return
-        end, remedy = np.array([self.tokenizer.end]), "choose another --tokenizer"
+        known = [] if self.tokenizer.end is None else [self.tokenizer.end]
+        end, remedy = np.array(known, np.int64), "choose another --tokenizer"
         for group in _grouped(_parts(self.path, self.field)):
             with reading(self.path, "not encodable with this tokenizer", remedy):
                 encoded = self.tokenizer.encode_batch([part.text for part in group])

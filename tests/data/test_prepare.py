@@ -90,6 +90,24 @@ def test_token_file_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
     assert code == 2 and "--end" in error  # the byte tokenizer has only one end token
 
 
+def test_single_text_of_characters_needs_no_end_token(capsys, tmp_path, text, output):
+    """Several texts need one, and so do file formats with several documents."""
+    nano(tmp_path, TEXT)
+    first, letters = tmp_path / "first.h5", len(TEXT)
+    assert call(capsys, tmp_path / "train.bin", "-o", first)[0] == 0
+    words = ("-o", output, "--force", "--tokenizer", first, "--json")
+    code, lines, _ = call(capsys, text, *words)
+    assert code == 0 and (row(output, "bpe") == row(first, "bpe")).all()
+    assert json.loads(lines[-1]).items() >= {"tokens": letters, "documents": 1}.items()
+    jsonl = tmp_path / "text.jsonl"
+    jsonl.write_text(json.dumps({"text": TEXT}))
+    for texts in ([text, text], [jsonl]):
+        code, _, error = call(capsys, *texts, *words)
+        assert code == 2 and r"--end $'\n' for characters" in error
+        assert call(capsys, *texts, *words, "--end", "\n")[0] == 0
+        assert len(row(output, "bpe")) == len(texts) * (letters + 1)
+
+
 def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, output):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     code, _, error = call(capsys, text, "-o", output, "--tokenizer", "bpe")

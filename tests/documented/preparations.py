@@ -102,6 +102,7 @@ FILES = {
         "part-1.jsonl": _lines("body"),
         "train-00000.parquet": _parquet,
         "mine.jsonl": _lines("text"),
+        "other.txt": _text(TEXT),
     },
     "docs/evaluate.md": {"held-out.txt": _text(TEXT), "other.txt": _text(TEXT * 3)},
     "docs/evaluation.md": {"web.txt": _text(TEXT), "code.txt": _text(TEXT * 3)},
