@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.argument_types import number_of_ranks, positive, size
-from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
+from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine, input_of
 from hpc3d.console.command_line import Parser, readable_time, run
 from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.pipeline.schedule import SEARCH
@@ -91,10 +91,11 @@ def parser() -> Parser:
         "plan",
         __doc__,
         "exit codes: 0 success, 2 invalid input, or no layout fits (explained on standard error)",
-        usage="%(prog)s INPUT.toml --ranks N [options] [--section.key value ...]",
+        usage="%(prog)s INPUT.toml|RUN_DIR --ranks N [options] [--section.key value ...]",
     )
     add = parser.add_argument
-    add("input", metavar="INPUT.toml", help="input file, or the name of a shipped input")
+    text = "input file, name of a shipped input, or run folder, whose config.toml is used"
+    add("input", type=input_of, metavar="INPUT.toml|RUN_DIR", help=text)
     add("--ranks", type=number_of_ranks, required=True, metavar="N", help="number of ranks")
     text = f"machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})"
     add("--machine", metavar="NAME|FILE", help=text)
@@ -340,6 +341,10 @@ def show(
         workers = counted(first.workers, "worker")
         print(f"local updates: {workers} (mesh.d), as in the input; the step time is a mean")
     for where, rows in named.items():
+        if not any(rows.values()):
+            schemes = ", ".join(rows)
+            print(f"\nNo valid layout with {where} uses one of these schemes: {schemes}")
+            continue
         print(f"\nBest layout of each scheme, with {where}:")
         for name, row in rows.items():
             print(f"{name}:")

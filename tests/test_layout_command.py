@@ -1,5 +1,6 @@
 """The command `layout` prints the text form and writes the picture; bad input is one line."""
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -8,6 +9,8 @@ from hpc3d.analyze.picture.layout_text import lines
 from hpc3d.layout.__main__ import main
 from tests.analyze.picture.layouts import blocks_of
 
+INPUTS = Path(__file__).parent.parent / "inputs"
+
 
 def test_text_form_is_printed_and_the_picture_is_written(tmp_path, capsys):
     out = tmp_path / "layout.svg"
@@ -15,6 +18,13 @@ def test_text_form_is_printed_and_the_picture_is_written(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed == [*lines(blocks_of("gpt-4d-64", "--parallel.zero", "3")), f"written to {out}"]
     assert ElementTree.fromstring(out.read_text(encoding="utf-8")).get("role") == "img"
+
+
+def test_run_folder_has_the_layout_of_its_configuration(tmp_path, capsys):
+    text = (INPUTS / "gpt-4d-64.toml").read_text(encoding="utf-8")
+    (tmp_path / "config.toml").write_text(text, encoding="utf-8")
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [*lines(blocks_of("gpt-4d-64"))]
 
 
 def test_hosts_of_a_machine_are_drawn(capsys):

@@ -160,10 +160,16 @@ def test_machine_file_and_memory_options(capsys, tmp_path):
     assert "memory" in [loser["reason"] for loser in less["losers"]]
 
 
-def test_single_rank_has_one_layout(capsys):
-    found = planned(capsys, SMALL[0], "--ranks", "1")
+def test_single_rank_has_one_layout_of_no_named_scheme(capsys, tmp_path):
+    """The input is the folder of a run."""
+    (tmp_path / "config.toml").write_bytes(Path(SMALL[0]).read_bytes())
+    code, out, err = plan(capsys, str(tmp_path), "--ranks", "1", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out.splitlines()[-1])
     assert len(found["layouts"]) == 1 and not found["losers"]
     assert set(found["named"]["any p and d"].values()) == {None}
+    for where in found["named"]:
+        assert f"No valid layout with {where} uses one of these schemes: 1-D, 2-D" in out
 
 
 @pytest.mark.slow

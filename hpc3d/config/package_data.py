@@ -51,7 +51,7 @@ def find(word: str, kind: Kind) -> Path:
     for path in (word, f"{word}.toml", known.get(name, "")):
         if os.path.exists(path) and not os.path.isdir(path):
             return Path(path)
-    if word and os.path.exists(stored := os.path.join(word, "config.toml")):
+    if (stored := input_of(word)) != word:
         raise ValueError(f"{word}: is the folder of a run; use {stored}")
     wrong = "is a folder" if os.path.isdir(word) else f"no such {kind.title}"
     near = get_close_matches(name, known, 1)
@@ -60,6 +60,12 @@ def find(word: str, kind: Kind) -> Path:
         f"{word or repr(word)}: {wrong}; {hint}specify a path, or one of "
         f"{', '.join(sorted(known))}"
     )
+
+
+def input_of(word: Path | str) -> Path | str:
+    """Return the stored configuration if `word` is the folder of a run, and `word` otherwise."""
+    path = os.path.join(word, "config.toml")
+    return path if word and os.path.exists(path) else word
 
 
 def file_names(kind: Kind) -> dict[str, Path]:

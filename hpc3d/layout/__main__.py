@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc3d.config.argument_types import number_of_ranks
+from hpc3d.config.package_data import input_of
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import sanitized
 
@@ -32,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     """Return the command-line parser."""
-    usage = "%(prog)s INPUT.toml [options] [--section.key value ...]"
+    usage = "%(prog)s INPUT.toml|RUN_DIR [options] [--section.key value ...]"
     parser = Parser("layout", _TEXT, usage=usage)
     add = parser.add_argument
-    add("input", type=Path, metavar="INPUT.toml", help="input file")
+    text = "input file, or run folder, whose config.toml is used"
+    add("input", type=input_of, metavar="INPUT.toml|RUN_DIR", help=text)
     add("--out", type=Path, metavar="FILE.svg", help="write the picture as an SVG file")
     text = "draw the blocks of this parameter (default: the largest matrix of the first block)"
     add("--matrix", metavar="NAME", help=text)
