@@ -26,10 +26,9 @@ from hpc3d.config import deprecated_keys
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.input_file import Config, ModelConfig
 from hpc3d.config.load import override, validate
-from hpc3d.config.resolve import refuse, resolve
+from hpc3d.config.resolve import refuse, resolve, with_family_defaults
 from hpc3d.console.sanitize import as_written
 from hpc3d.data.tokenizer_files import object_in, refuse_cache
-from hpc3d.model.families import with_epsilon
 
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
 # Names of ignored arrays: buffers stored by older versions of `transformers`, and BERT layers for
@@ -200,6 +199,14 @@ def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> Publish
     """Return the family named in config.json, or identify it by its token embedding's name."""
     known = {each: family for family in PUBLISHED.values() for each in family.types}
     if (kind := settings.get("model_type")) is not None:
+        text = settings.get("text_config")
+        inner = str(text.get("model_type")) if isinstance(text, dict) else ""
+        if str(kind) not in known and inner in known:
+            raise ValueError(
+                f"{CONFIG}: model_type = {as_written(kind)} is not supported; save its text "
+                f"model, {inner}, with transformers: AutoModelForImageTextToText"
+                '.from_pretrained("MODEL").model.language_model.save_pretrained("FOLDER")'
+            )
         if str(kind) not in known:
             raise ValueError(
                 f"{CONFIG}: model_type = {as_written(kind)} is not supported; the supported types "
@@ -296,4 +303,4 @@ def configured(pretrained: Pretrained, words: Sequence[str]) -> Config:
     resolve(config, None)
     refuse([*untrainable(config)])
     pretrained.check(config.model)
-    return replace(config, model=with_epsilon(config.model))
+    return with_family_defaults(config)

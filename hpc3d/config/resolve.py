@@ -32,6 +32,11 @@ def resolve(config: Config, ranks: int | None, default: bool = False) -> Config:
     """
     config, problems = _resolved(config, ranks, default)
     refuse(problems)
+    return with_family_defaults(config)
+
+
+def with_family_defaults(config: Config) -> Config:
+    """Fill in the keys whose defaults depend on the model family: `name` and `norm_epsilon`."""
     name = config.name
     if name == Config().name and config.model.kind != ModelConfig().kind:
         name = config.model.kind

@@ -203,6 +203,10 @@ def test_a_tied_table_that_is_not_finite_is_still_tied(files):
     ("told", "said"),
     [
         ({"model_type": "bloom"}, "model_type = 'bloom' is not .* gpt2, gpt_neox, .*, mistral"),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            r"'gemma3' is not supported; save its text model, gemma3_text, .*language_model\.save",
+        ),
         ({"model_type": "llama"}, "matrix embed_tokens.weight is missing, .* belong to a Llama"),
         ({"rope_alpha": 2.0}, "rope_alpha = 2.0 is unknown"),
         ({"activation_function": "relu"}, "activation_function = 'relu' is not .* gelu_new"),
@@ -292,6 +296,12 @@ def test_pretrained_model_has_a_learning_rate_for_fine_tuning_by_default(files):
     source = Pretrained(files())
     assert configured(source, []).train.learning_rate == 2e-5
     assert configured(source, ["--train.learning_rate", "1e-4"]).train.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(("words", "name"), [([], "llama"), (["--name", "a"], "a")])
+def test_imported_run_is_named_after_its_model_family(llama, words, name):
+    """Otherwise, the first training reports a changed name, because it resolves the name."""
+    assert configured(Pretrained(llama.parent), words).name == name
 
 
 def test_dropout_comes_from_config_json_or_the_command_line(files):
