@@ -208,7 +208,7 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, list[ValidationBatches]]:
     from hpc3d.checkpoints.resume import checkpointed_texts
     from hpc3d.config import package_data
     from hpc3d.data.mixture import open_texts
-    from hpc3d.data.validation import divided, separate_texts
+    from hpc3d.data.validation import divided, naming_key, separate_texts
     from hpc3d.training.masking import batches_of, validations_of
 
     run = plan.resumed
@@ -217,7 +217,8 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, list[ValidationBatches]]:
     paths = [package_data.text_path(path) for path in data.paths()]
     tokens = open_texts(paths, data.ratio(), None if run else data.tokenizer)
     if run:
-        run_tokenizer.refuse_another(run, tokens)
+        with naming_key(run_text.named_text(config)):
+            run_tokenizer.refuse_another(run, tokens)
     plan.config = config = _with_vocabulary(config, tokens, run)
     paths = [package_data.text_path(path) for path in config.data.validation_texts()]
     separate = separate_texts(paths, tokens)
@@ -250,7 +251,7 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
         least = least_vocabulary(config.model, least)
     vocabulary = config.model.vocabulary or least
     if vocabulary < least:
-        remedy = f"use at least {least}, or leave the key out"
+        remedy = f"set it to at least {least}, such as --model.vocabulary {least}"
         if run:
             remedy = f"use data that were tokenized with the tokenizer of {run}"
         masked = " and needs a mask token" if least > tokens.vocabulary else ""

@@ -83,7 +83,10 @@ def padding_that_masks(tmp_path):
 
 
 def small_vocabulary(tmp_path):
-    return {"model__vocabulary": 100}, ["model.vocabulary = 100: the tokenizer has 25"]
+    return {"model__vocabulary": 100}, [
+        "model.vocabulary = 100: the tokenizer has 256 tokens; set it to at least 256, such as "
+        "--model.vocabulary 256"
+    ]
 
 
 def unwritable(tmp_path):

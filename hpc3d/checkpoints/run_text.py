@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.config.input_file import Config
 from hpc3d.config.package_data import text_path
 from hpc3d.console.sanitize import counted
 from hpc3d.data.batches import USED
@@ -21,7 +22,6 @@ from hpc3d.data.tokenizer import ByteTokenizer, kind_of
 from hpc3d.data.validation import VALIDATION, separate_texts
 
 if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
     from hpc3d.data.token_file import Tokens
 
 PATH = "data.path"
@@ -32,6 +32,13 @@ def _paths(config: Config) -> dict[str, str]:
     """Return the path of each data file, by its key."""
     data = config.data
     return by_key(PATH, data.paths()) | by_key(VALIDATION, data.validation_texts())
+
+
+def named_text(config: Config) -> str:
+    """Return `data.path` and its value for messages, which also name the default text."""
+    paths, default = config.data.paths(), text_path(Config().data.path)
+    same = [os.path.realpath(text_path(path)) for path in paths] == [os.path.realpath(default)]
+    return f"{PATH} = {', '.join(paths)}" + " (the default, a text shipped with hpc3d)" * same
 
 
 def described(tokens: Tokens, separate: Sequence[Tokens] = ()) -> dict[str, dict[str, Any]]:

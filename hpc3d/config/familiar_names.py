@@ -94,7 +94,12 @@ _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> ad
         "during training"
     ),
     "bias": (
-        "use model.attention_bias and model.mlp_bias, or a model.kind with biases, such as gpt2"
+        "model.kind decides: gpt2 always has biases, and llama has none unless "
+        "model.attention_bias or model.mlp_bias is true"
+    ),
+    "backend distributed_backend ddp_backend": (
+        "remove it, because hpc3d selects NCCL or MPI automatically (mesh.transport); "
+        "train.backend selects numpy or cupy arrays"
     ),
     "always_save_checkpoint": (
         "instead of True, set checkpoint.every to the value of train.eval_every; instead of "

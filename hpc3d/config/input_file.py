@@ -289,9 +289,11 @@ class ModelConfig:
     """Epsilon of the normalization layers. Default: 1e-12 for bert and roberta, 1e-6 for gemma,
     gemma2 and gemma3_text, otherwise 1e-5."""
     attention_bias: Annotated[bool, _of_kinds("attention_bias")] = False
-    """Add biases to the q, k, v and output projections of attention."""
+    """Add biases to the q, k, v and output projections of attention. The kinds gpt2, gpt_neox,
+    bert and roberta always have these biases, and qwen2 always has those of q, k and v."""
     mlp_bias: Annotated[bool, _of_kinds("mlp_bias")] = False
-    """Add biases to the linear layers of the MLP."""
+    """Add biases to the linear layers of the MLP. The kinds gpt2, gpt_neox, bert and roberta
+    always have these biases."""
     rope_theta: Annotated[float, AtLeast(1), LessThan(inf), _of_kinds("rope_theta")] = 10000.0
     """Base (theta) of the rotary position embedding (RoPE)."""
     rope_window_theta: Annotated[

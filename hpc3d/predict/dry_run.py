@@ -125,7 +125,8 @@ def _parts(found: dict) -> Iterator[str]:
     the peak memory of each pipeline stage."""
     kinds = [kind for kind in MEMORY_KIND if kind != "all" and found["worst"][kind]]
     held = ", ".join(f"{kind} {_size(found['worst'][kind])}" for kind in kinds)
-    yield f"peak memory by kind, on the rank that needs the most: {held}"
+    products = "communication buffers also hold the results of matrix products"
+    yield f"peak memory by kind, on the rank that needs the most: {held}; {products}"
     if len(found["stages"]) > 1:
         yield "peak memory by stage: " + ", ".join(
             _size(stage["all"]) for stage in found["stages"]

@@ -201,7 +201,11 @@ def test_run_stores_its_tokenizer_and_export_includes_it(tmp_path, monkeypatch, 
     for words in (go_on, [*go_on, "--dry-run"]):
         assert ended(train.main, *words) == 2
         error = capsys.readouterr().err
-        assert "data.path: the tokenizer of this text (" in error and error.count("\n") == 1
+        assert error.count("\n") == 1
+        assert f"data.path = {tmp_path / 'a.txt'}: the tokenizer of this text (" in error
+    assert ended(train.main, *go_on[:4]) == 2
+    default = "(the default, a text shipped with hpc3d): the tokenizer of this text ("
+    assert default in capsys.readouterr().err
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "out" / name).unlink()
     assert ended(checkpoint.main, "export", str(run), "-o", "out") == 2

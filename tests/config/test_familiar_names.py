@@ -16,7 +16,7 @@ def test_every_familiar_name_maps_to_existing_keys():
 
 def test_familiar_names_do_not_shadow_our_keys():
     ours = {key.rpartition(".")[2] for key in known_keys()}
-    assert not ours & FAMILIAR.keys()
+    assert ours & FAMILIAR.keys() == {"backend"}  # its advice names train.backend
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,16 @@ def test_familiar_names_do_not_shadow_our_keys():
         ("--train.lr 1", "train.lr: unknown key; use train.learning_rate"),
         ("--n-layer 1", "n-layer: unknown key; use model.layers"),
         ("--model.block_size 1", "model.block_size: unknown key; use model.sequence"),
+        (
+            "--bias=False",
+            "bias: unknown key; model.kind decides: gpt2 always has biases, and llama has none "
+            "unless model.attention_bias or model.mlp_bias is true",
+        ),
+        (
+            "--backend=nccl",
+            "backend: unknown key; remove it, because hpc3d selects NCCL or MPI automatically "
+            "(mesh.transport); train.backend selects numpy or cupy arrays",
+        ),
         ("--train.stepz 1", "train.stepz: unknown key; did you mean train.steps?"),
     ],
 )

@@ -59,7 +59,9 @@ def test_dry_run_reports_whether_the_ranks_fit_on_this_machine(
     found = {line.partition(":")[0]: line for line in said(2, *SMALL, *words)}
     assert verdict in found["memory"]
     assert found["peak memory by stage"].count(" MB") == 2
-    assert "optimizer" in found["peak memory by kind, on the rank that needs the most"]
+    kinds = found["peak memory by kind, on the rank that needs the most"]
+    assert "optimizer" in kinds
+    assert kinds.endswith("; communication buffers also hold the results of matrix products")
 
 
 def test_dry_run_rejects_what_a_run_would_reject(said, monkeypatch):
