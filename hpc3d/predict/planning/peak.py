@@ -163,9 +163,8 @@ def stage_bytes(
     works = [work_of(parts, each, split) for each in chunks]
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
-    peaks = [(work.forward.peak, work.backward.peak, work.weight.peak) for work in works]
     moments = [
-        (saved, peaks[chunk][_PASS[op]] + blocks)
+        (saved, work_of(parts, chunks[chunk], split and op != "BW")[_PASS[op]].peak + blocks)
         for (op, chunk), saved in model.held(number, forward, inputs)
     ]
     # The update, or the start of the next forward pass, holds at most two gathered buckets.
