@@ -41,7 +41,7 @@ from hpc3d.data.token_file import open_tokens
 from hpc3d.predict.simulation.count import COMM
 from hpc3d.runtime import metrics_file
 from hpc3d.runtime.optional_packages import need
-from hpc3d.trace.schema import OP
+from hpc3d.trace.schema import SEND
 from hpc3d.training.masking import batches_of
 
 _DESCRIPTION = """\
@@ -69,7 +69,6 @@ _PEERS = (*_SINGLE, "ddp", "fsdp2", "tp", "tp-sequence", *_PIPELINES)
 _ROUNDS = 5
 _STEPS = 6  # of a run; the first is a warm-up
 _TOLERANCE = 1e-4  # maximum relative difference of the losses; rounding causes about 1e-7
-_SEND = OP.index("send")  # the receiver also records the message
 _INPUT = "gpt-serial.toml"
 _MODEL = {
     "model.hidden": 512,
@@ -288,7 +287,7 @@ class PairedRuns:
         with trace.open(done["folder"] / "trace.h5") as recorded:
             events = recorded.events
             calls = (events["category"] == COMM) & (events["step"] > 0)
-            calls &= events["op"] != _SEND
+            calls &= events["op"] != SEND
             received = float(events["bytes"][calls].sum()) / pair.ranks / (_STEPS - 1)
         return PeerRun(losses, done["step_s"], received, max(peaks.values()))
 

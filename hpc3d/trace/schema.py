@@ -49,6 +49,7 @@ OP = (
 )
 MESSAGES = ("send", "recv")  # the point-to-point operations
 MESSAGE_CODES = tuple(map(OP.index, MESSAGES))
+SEND = OP.index("send")  # its bytes are sent, not received
 MEMORY_KIND = (
     "parameter",
     "gradient",

@@ -44,7 +44,8 @@ def test_simulate_prints_step_time_memory_and_bytes(capsys):
     assert len(stages) == 4 and found["memory"]["worst"]["stage"] == 0
     assert found["memory"]["total"] == 16 * sum(stage["all"] for stage in stages)
     # Eight microbatches of 192 / (8 d x y) sequences of 64 tokens and 384 / 2 floats.
-    assert found["bytes"]["p"]["send"] == {"calls": 8, "bytes": 8 * 3 * 64 * 192 * 4}
+    assert found["bytes"]["p"]["recv"] == {"calls": 8, "bytes": 8 * 3 * 64 * 192 * 4}
+    assert found["bytes"]["p"]["send"] == {"calls": 8, "bytes": 0}
 
 
 def test_cuda_graph_of_a_step_is_printed(capsys):

@@ -21,7 +21,7 @@ from hpc3d.model.context import Context
 from hpc3d.pipeline.program import program_of
 from hpc3d.predict.simulation.abstract_gpu import pool_of
 from hpc3d.predict.simulation.memory_recorder import MemoryRecorder
-from hpc3d.trace.schema import CATEGORY, OP, PHASE
+from hpc3d.trace.schema import CATEGORY, OP, PHASE, SEND
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.trainer import Trainer
 
@@ -101,7 +101,7 @@ def moved_by(rows: np.ndarray, axes: Sequence[str]) -> dict[tuple[str, str], tup
         group, op = divmod(int(kinds[kind]), len(OP))
         found = rows["bytes"][kind_of == kind]
         calls[axes[group], OP[op]] += len(found)
-        received[axes[group], OP[op]] += int(found.sum())
+        received[axes[group], OP[op]] += int(found.sum()) * (op != SEND)
     return {key: (calls[key], received[key]) for key in calls}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpc3d.comm.mesh import WORLD
 from hpc3d.trace.recorder import PHASE_NUMBER, Recorder
-from hpc3d.trace.schema import CATEGORY, EVENTS, PHASE, record_type
+from hpc3d.trace.schema import CATEGORY, EVENTS, PHASE, SEND, record_type
 from hpc3d.trace.traced_communicator import COMM, COPY, Traced
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class MemoryRecorder(Recorder):
             account[part, phase, "idle"] += duration
         elif category in (COMM, COPY) and group >= 0:
             account[part, phase, "calls"] += duration
-        if category == COMM:
+        if category == COMM and op != SEND:
             account[part, phase, "bytes"] += columns.get("received", 0)
         if flops := columns.get("flops"):
             account[part, phase, "flop"] += int(flops)

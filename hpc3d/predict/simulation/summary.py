@@ -185,8 +185,7 @@ def _calls_and_bytes(run: StageRun) -> dict[tuple[str, str], tuple[int, int]]:
 
 def total_received(moved: Mapping[str, Mapping[str, Mapping[str, int]]], *axes: str) -> int:
     """Sum the received bytes in a result of `moved`, over all axes if none are given."""
-    calls = (item for axis in axes or moved for item in moved.get(axis, {}).items())
-    return sum(call["bytes"] for op, call in calls if op != "send")
+    return sum(op["bytes"] for axis in axes or moved for op in moved.get(axis, {}).values())
 
 
 def mean_received(run: StageRun, every: int) -> float:
