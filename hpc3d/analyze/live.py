@@ -63,11 +63,15 @@ class LiveRun:
         restarted, records = self.reader.more()
         if restarted:
             self._reset()
+        began = _modified(self.folder / "config.toml") / 1e9  # start of the latest attempt
         for record in records:
             if "loss" in record and not _is_complete(record):
                 self.incomplete += 1
             elif "loss" in record:
                 self.losses.append(math.nan if record["loss"] is None else record["loss"])
+                if self.recent and self.recent[-1]["time"] < began <= record["time"]:
+                    self.recent.clear()  # a resumed run may have another layout and speed
+                    self.peak = 0
                 self.recent.append(record)
                 self.peak = max(self.peak, record["peak_bytes"])
             elif (loss := record.get("validation_loss")) is not None:

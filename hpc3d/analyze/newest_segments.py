@@ -1,11 +1,13 @@
-"""Communication time by mesh axis during a live run, from the newest trace segment of each rank.
+"""Communication time by mesh axis during a live run, from the newest trace segments.
 
-Each rank writes a segment every 30 seconds and when it exits (hpc3d.trace.segment). Unreadable
-segments are skipped.
+Each rank writes a segment every 30 seconds and when it exits (hpc3d.trace.segment). The newest
+segments of two ranks may cover different steps. Only steps of all ranks count. Unreadable segments
+are skipped.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +20,7 @@ from hpc3d.trace.schema import CATEGORY, MESSAGE_CODES
 from hpc3d.trace.segment import Segment, count_segments, read_segment, segment_path
 
 _COMM = CATEGORY.index("comm")
+_WITH_STEPS = "events", "steps"
 
 
 class AxisShares(NamedTuple):
@@ -42,7 +45,7 @@ class AxisShares(NamedTuple):
 
 
 class NewestSegments:
-    """Reader of each rank's newest trace segment. Results are cached until new segments appear."""
+    """Reader of the newest trace segments. Results are cached until new segments appear."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.counts = run, dict[int, int]()
@@ -52,27 +55,46 @@ class NewestSegments:
         """Return the communication shares by axis, or None if no segment contains a step."""
         counts = count_segments(self.run)
         if counts != self.counts:
-            self.counts, segments = counts, []
-            for rank, count in counts.items():
-                with suppress(ValueError):
-                    segments.append(read_segment(segment_path(self.run, rank, count - 1), rank))
-            self.found = _axis_shares(segments)
+            self.counts = counts
+            last = min((max(each.steps["step"]) for each in self._newest()), default=-1)
+            self.found = _axis_shares(self._newest(last), int(last))
         return self.found
 
+    def _newest(self, last: float = math.inf) -> list[Segment]:
+        """Return the newest segment of each rank that contains a step up to `last`."""
+        found = []
+        for rank, count in self.counts.items():
+            for number in reversed(range(count)):
+                with suppress(ValueError):
+                    segment = read_segment(segment_path(self.run, rank, number), rank)
+                    if (segment.steps["step"] <= last).any():
+                        found.append(segment)
+                        break
+        return found
 
-def _axis_shares(segments: Sequence[Segment]) -> AxisShares | None:
-    if not any(len(segment.steps) for segment in segments):
+
+def _axis_shares(segments: Sequence[Segment], last: int) -> AxisShares | None:
+    """Return the shares of the steps up to `last` that all segments contain, or None."""
+    first = max((int(min(each.steps["step"])) for each in segments), default=0)
+    if first > last:
         return None
+    segments = [
+        each._replace(**{name: _rows(getattr(each, name), first, last) for name in _WITH_STEPS})
+        for each in segments
+    ]
     spent = sum(int((each.steps["t_end"] - each.steps["t_start"]).sum()) for each in segments)
     calls, waits, late = _calls(segments)
-    numbers = np.concatenate([segment.steps["step"] for segment in segments])
     return AxisShares(
         len(segments),
-        range(int(numbers.min()), int(numbers.max()) + 1),
+        range(first, last + 1),
         {axis: blocked / spent for axis, blocked in calls.items()},
         {axis: waits[axis] / spent for axis in calls},
         late,
     )
+
+
+def _rows(table: np.ndarray, first: int, last: int) -> np.ndarray:
+    return table[(table["step"] >= first) & (table["step"] <= last)]
 
 
 def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Counter[int]]:
@@ -84,9 +106,7 @@ def _calls(segments: Sequence[Segment]) -> tuple[Counter[str], Counter[str], Cou
     calls, waits, late = Counter[str](), Counter[str](), Counter[int]()
     joined: dict[tuple, list[tuple[int, int, int]]] = {}
     for segment in segments:
-        rows = segment.events[
-            (segment.events["category"] == _COMM) & (segment.events["step"] >= 0)
-        ]
+        rows = segment.events[segment.events["category"] == _COMM]
         for number, group in enumerate(segment.header["groups"]):
             own = rows[rows["group"] == number]
             calls[group["axis"]] += int(own["dur"].sum())

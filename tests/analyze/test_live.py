@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -107,6 +108,22 @@ def test_live_screen_shows_progress_loss_and_axis_waits(tmp_path):
     assert "\nx           30.0%" in text
     line = f"{tmp_path.name}   running: step 4 of 10, loss 3.0000, 1,000 tokens/s, 12 s left"
     assert found.line() == line
+
+
+def test_speed_and_memory_are_those_of_the_latest_attempt(tmp_path):
+    records(tmp_path, range(4), seconds=8.0, peak_bytes=10**8)
+    config = tmp_path / "config.toml"
+    config.touch()
+    os.utime(config, (10**9, 10**9))  # the first attempt began before its records
+    assert "8.00 s per step" in "\n".join(live(tmp_path).screen(100))
+    start = live(tmp_path).recent[-1]["time"]
+    os.utime(config, (start + 1e-3, start + 1e-3))
+    assert "8.00 s per step" in "\n".join(live(tmp_path).screen(100))  # no step yet
+    time.sleep(2e-3)
+    records(tmp_path, range(3, 6), start=3)
+    text = "\n".join(live(tmp_path).screen(100))
+    assert "2.00 s per step" in text and "per rank up to 10.0 MB" in text
+    assert "step 6 of 10, 60%, 8.00 s left" in text
 
 
 def test_live_run_reads_only_new_records_and_rewinds_on_resume(tmp_path):
