@@ -8,7 +8,7 @@ metrics.jsonl, which also contains steps that no trace recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +36,7 @@ _TEXT = dict.fromkeys(("accuracy", "tokens", "perplexity"))  # values that no re
 
 
 class Attempt(NamedTuple):
-    """Attempt of a run, from its trace.
+    """Attempt of a run, from its trace, or from metrics.jsonl if it was killed without a trace.
 
     `losses` are the rows of the steps that this attempt trained, in ascending order, and
     `evaluations` those of its evaluations. `tokens` is the number of tokens per step.
@@ -45,7 +45,7 @@ class Attempt(NamedTuple):
     number: int
     file: str
     layout: str
-    ranks: int
+    ranks: int | None
     losses: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     tokens: float
@@ -79,12 +79,14 @@ class Attempts:
                 found.append(_attempt(earlier, number, seen))
         found.append(_attempt(trace, self.number, seen))
         self.attempts = [each for each in found if each.losses]
+        if self.attempts and self.attempts[0].number == 2:
+            self.attempts = [*_first_attempt(self.records, self.attempts[0].first), *self.attempts]
 
     def losses(self) -> list[dict[str, Any]]:
         """Return one row per step of the run with its loss, gradient norm and time in seconds.
 
         If the run was resumed, `attempt` is the number of the attempt that trained the step, or
-        None if it has no trace, and `superseded` lists the earlier attempts that also trained it.
+        None if this is unknown, and `superseded` lists the earlier attempts that also trained it.
         """
         rows = self._combined("losses", "loss", _LOSS)
         resumed = len(self.attempts) > 1
@@ -117,13 +119,11 @@ class Attempts:
         for record in self.records:
             step = record["step"]
             if key in record and step not in newest:
-                row = {name: record.get(field) for name, field in columns.items()}
-                if columns is _EVALUATION:
-                    row["texts"] = _text_rows(record)
+                row = _row(record, columns)
                 known = found.get(step)
                 same = known is not None and _close(known["loss"], row["loss"])
                 number = known["attempt"] if known and same else self._untraced(step)
-                found[step] = {"step": step, **row, "attempt": number}
+                found[step] = row | {"attempt": number}
         return [found[step] for step in sorted(found)]
 
     def _untraced(self, step: int) -> int | None:
@@ -149,6 +149,27 @@ class Attempts:
             row |= {"step_s": seconds, "tokens_per_s": ratio(each.tokens, seconds)}
             rows.append(row | {"file": each.file})
         return rows
+
+
+def _row(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a record of metrics.jsonl as a row of the losses or evaluations of an attempt."""
+    row = {"step": record["step"]}
+    row |= {name: record.get(field) for name, field in columns.items()}
+    return row | {"texts": _text_rows(record)} if columns is _EVALUATION else row
+
+
+def _first_attempt(records: Sequence[dict[str, Any]], end: int) -> Iterator[Attempt]:
+    """Yield the first attempt if it was killed before it wrote a trace, from metrics.jsonl.
+
+    `end` is the first step of the second attempt.
+    """
+    records = [each for each in records if each["step"] < end]
+    steps = [each for each in records if "loss" in each]
+    if steps:
+        losses = [_row(each, _LOSS) for each in steps]
+        evaluations = [_row(each, _EVALUATION) for each in records if "validation_loss" in each]
+        tokens = steps[-1].get("tokens") or 0.0
+        yield Attempt(1, "", "layout unknown", None, losses, evaluations, tokens)
 
 
 def _text_rows(record: dict[str, Any]) -> list[dict[str, Any]]:

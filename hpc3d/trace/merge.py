@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc3d.console.small_files import replacing
+from hpc3d.runtime import metrics_file
 from hpc3d.trace import schema
 from hpc3d.trace.annotations import add_supplements, supplements
 from hpc3d.trace.clock import IDENTITY, fit
@@ -51,7 +52,7 @@ def merge(run_dir: Path | str) -> Path:
             log.info("merging the segments of rank %d of %d", rank, len(count))
             merged.add(rank, [segment_path(run_dir, rank, n) for n in range(count.get(rank, 0))])
             disk.check()
-        merged.finish()
+        merged.finish({each["step"] for each in metrics_file.read(run_dir) if "loss" in each})
         file.attrs["segments"] = sum(count.values())
         add_supplements(file, *supplements(path, merged.run_id))
     return path
@@ -157,8 +158,11 @@ class _Merge:
             part.events["parent"] += np.where(part.events["parent"] < 0, 0, rows)
             rows += len(part.events)
 
-    def finish(self):
-        """Write the tables that depend on all ranks; raise ValueError if no segment is valid."""
+    def finish(self, trained):
+        """Write the tables that depend on all ranks; raise ValueError if no segment is valid.
+
+        `trained` is the set of the steps in metrics.jsonl.
+        """
         if not self.headers:
             raise ValueError(f"no segment of the trace can be read: {self.missing[0]}")
         for table in self.tables.values():
@@ -168,10 +172,15 @@ class _Merge:
         steps = np.unique(np.concatenate([*self.steps.values()]))
         for rank in ranks:
             self.missing += [f"rank {rank}: {what}" for what in self._missing(rank, steps)]
+        lost = np.setdiff1d([*trained], steps).astype(int)
+        if self.before.aside or self.before.missing:  # describes the steps of earlier attempts
+            lost = lost[lost > min(steps, default=-1)]
+        if len(lost):
+            self.missing.append(f"{_named(lost)}: trained, but not in any segment of the trace")
         wanted = configured(self.first["config"], "train", "steps")
-        done = 1 + int(steps.max(initial=-1))
+        done = 1 + max([int(steps.max(initial=-1)), *trained])
         if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
-            what = f"the run has completed {done} of {wanted} steps"
+            what = f"not trained, because the run has completed {done} of {wanted} steps"
             self.missing.append(f"steps from {done} on: {what}")
         self._write_ranks(ranks)
         self._write_groups()

@@ -9,11 +9,13 @@ import pytest
 
 import hpc3d
 from hpc3d import report
-from hpc3d.analyze.attempts import resumes
+from hpc3d.analyze.attempts import Attempts, resumes
 from hpc3d.runtime import metrics_file
+from hpc3d.trace.merge import merge
 from tests.analyze.report.by_hand import write_run
 from tests.mpi import checked
 from tests.runs import losses, train, without_progress
+from tests.trace.test_previous_attempts import attempt
 
 RANKS, STEPS = 2, 9
 FLAT = {
@@ -125,6 +127,23 @@ def test_records_add_steps_without_a_trace(tmp_path):
     assert opened.losses == [4.0, 3.5, 3.25, 6.0]
     assert "attempt" not in opened.tables and opened.table("loss")["attempt"].isna().all()
     assert opened.table("loss")["grad_norm"].tolist() == [1.5, 1.5, 1.5, 0.25]
+
+
+def test_first_attempt_without_a_trace_is_read_from_the_records(tmp_path):
+    """It was killed after step 2. The second attempt trains steps 2 and 3."""
+    attempt(tmp_path, 2, 4)
+    (tmp_path / "config-1.toml").touch()
+    lines = [record(step, 9.0 - step, tokens=64) for step in range(2)]
+    lines.append(json.dumps({"step": 1, "validation_loss": 8.0}) + "\n")
+    (tmp_path / metrics_file.NAME).write_text("".join(lines))
+    with hpc3d.trace.open(merge(tmp_path)) as trace:
+        assert trace.attrs["missing"].startswith("steps 0 to 1: trained, ")
+        attempts = Attempts(trace)
+    assert [row["attempt"] for row in attempts.losses()] == [1, 1, 2, 2]
+    assert [row["attempt"] for row in attempts.evaluations()] == [1, 2, 2]
+    first, second = attempts.table()
+    assert [first["layout"], second["layout"]] == ["layout unknown", "1f1b, p=2"]
+    assert [first[key] for key in ("first", "last", "step_s", "tokens_per_s")] == [0, 1, 0.5, 128]
 
 
 def test_single_trace_file_is_analyzed_without_the_rest_of_the_run(tmp_path):

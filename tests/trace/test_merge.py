@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
+from hpc3d.runtime import metrics_file
 from hpc3d.trace import schema
 from hpc3d.trace.merge import merge
 from hpc3d.trace.segment import TABLES, segment_path, write_segment
@@ -242,16 +243,19 @@ def test_step_without_events_is_complete(run, ranks):
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps", "missing"),
+    ("kind", "steps", "trained", "missing"),
     [
-        ("measured", 2, ""),
-        ("measured", 5, "steps from 2 ... completed 2 of 5 steps"),
-        ("simulated", 5, ""),
-        ("measured", '"many"', ""),
+        ("measured", 2, 2, ""),
+        ("measured", 5, 2, "steps from 2 ... not trained... completed 2 of 5 steps"),
+        ("measured", 4, 4, "steps 2 to 3: trained, but not in any segment of the trace"),
+        ("simulated", 5, 0, ""),
+        ("measured", '"many"', 0, ""),
     ],
 )
-def test_run_that_ended_early_is_incomplete(tmp_path, kind, steps, missing):
-    """All ranks agree that the run has only steps 0 and 1."""
+def test_run_that_ended_early_is_incomplete(tmp_path, kind, steps, trained, missing):
+    """All ranks agree that the trace has only steps 0 and 1; metrics.jsonl has `trained` steps."""
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(trained)]
+    (tmp_path / metrics_file.NAME).write_text("".join(lines))
     for rank, number in product(range(RANKS), range(SEGMENTS)):
         write(tmp_path, rank, number, {"kind": kind, "config": f"[train]\nsteps = {steps}\n"})
     with hpc3d.trace.open(merge(tmp_path)) as trace:

@@ -1,5 +1,6 @@
 """The trace of a resumed run includes the steps of previous attempts."""
 
+import json
 import re
 from functools import partial
 from itertools import count, product
@@ -11,6 +12,7 @@ import pytest
 import hpc3d.trace
 from hpc3d.benchmarks.harness import RandomBatches
 from hpc3d.comm import threads
+from hpc3d.runtime import metrics_file
 from hpc3d.trace import merge as merging
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.merge import merge
@@ -211,11 +213,13 @@ def test_attempt_with_an_unknown_time_is_placed_later(tmp_path):
 
 
 def test_attempt_with_another_layout_is_omitted_and_reported(tmp_path):
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(5)]
+    (tmp_path / metrics_file.NAME).write_text("".join(lines))
     attempt(tmp_path, 0, 3)
     attempt(tmp_path, 2, 5, layout=FLAT)
     with opened(tmp_path) as trace:
         assert steps_of(trace) == [2, 3, 4]
-        assert trace.attrs["complete"] and trace.attrs["missing"] == ""
+        assert trace.attrs["missing"] == "" and trace.attrs["complete"]
         assert trace.attrs["other_layout"] == "trace-1.h5, steps before 2"
         assert violations(trace) == []
     attempt(tmp_path, 2, 5)  # all of the second attempt is undone: the first one is gone on with
