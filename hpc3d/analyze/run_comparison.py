@@ -292,7 +292,7 @@ def _noise(row: _Row) -> Iterator[str]:
     """Yield a warning if the difference is smaller than the share of other processes."""
     speedup, noise = row["speedup"], row["noise"]
     if speedup is not None and max(speedup, 1 / speedup) - 1 < noise:
-        yield f"this is less than the {noise:.0%} of the CPU time that other processes used"
+        yield f"other processes used {noise:.0%} of the CPU time, which can cause this difference"
 
 
 def _between(low: float | None, high: float | None) -> str:
