@@ -15,9 +15,10 @@
 # make docs        build the documentation as HTML in build/docs
 # make report      write tables and figures of RUN (default: the newest run in results/)
 # make bench       measure the overhead of hpc3d itself
+# make help        print this list
 # make clean       remove .venv and caches, but not results/
 #
-# Every target except gpu-check first installs its requirements in .venv. Nothing is installed
+# Every target except gpu-check, help and clean first installs its requirements in .venv. Nothing is installed
 # outside .venv.
 
 PYTHON ?= python3
@@ -81,9 +82,12 @@ endef
 export ACTIVATE
 
 .PHONY: setup train test test-slow test-profile fuzz test-mpi test-peers slurm-test test-hosts entrances gpu-check
-.PHONY: lint docs report bench clean
+.PHONY: lint docs report bench clean help
 
 setup: .venv/setup.stamp
+
+help:
+	@sed -n '/^[^#]/q; s/^# \{0,1\}//p' Makefile
 
 train: .venv/setup.stamp
 	mpirun -np $(NP) python -m hpc3d.train $(INPUT)

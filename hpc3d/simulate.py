@@ -309,9 +309,10 @@ def _schedule(options):
 def _print(simulated, found):
     columns = min(99, shutil.get_terminal_size((99, 24)).columns)
     print(simulated.title, draw(simulated.rows, columns), sep="\n\n", end="\n\n")
-    print(f"makespan        {found['makespan']:.6g} s")
+    unit = "s" if simulated.times != TIMES else "time units"
+    print(f"makespan        {found['makespan']:.6g} {unit}")
     if "gap" in found:
-        print(f"lower bound     {found['bound']:.6g} s, proven gap {found['gap']:.2%}")
+        print(f"lower bound     {found['bound']:.6g} {unit}, proven gap {found['gap']:.2%}")
     print(f"pipeline bubble {found['bubble']:.2%}")
     print("in flight      ", *found["in_flight"], "  (stage 0 first)")
     print("waiting for W  ", *found["weight_inputs"])

@@ -32,6 +32,8 @@ def test_schedule_diagram_and_measures_are_printed(capsys):
         "in flight       2 1   (stage 0 first)",
         "waiting for W   0 0",
     ]
+    _, out, _ = simulate(capsys, "--name", "1f1b", *SMALL)  # no times are given
+    assert "\nmakespan        12 time units\n" in out
 
 
 def test_json_is_one_object_on_the_last_line(capsys):

@@ -85,8 +85,8 @@ def undisturbed(model: ModelConfig) -> ModelConfig:
 
 
 def described(config: Config) -> str:
-    """Describe a model and its layout, such as "gpt2 on x 2 y 2, scheme 2d, float64"."""
-    sizes = [f"{axis} {size}" for axis, size in config.mesh.sizes().items() if size > 1]
+    """Describe a model and its layout, such as "gpt2 on x=2 y=2, scheme 2d, float64"."""
+    sizes = [f"{axis}={size}" for axis, size in config.mesh.sizes().items() if size > 1]
     how = f"{' '.join(sizes)}, {config.parallel.way}" if sizes else "one rank"
     return f"{config.model.kind} on {how}, {config.train.dtype}"
 

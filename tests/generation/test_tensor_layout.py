@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hpc3d.generation.tensor_layout import laid_out
+from hpc3d.generation.tensor_layout import described, laid_out
 from tests.elided import elided
 from tests.pipeline.mixes import config_of
 
@@ -21,7 +21,7 @@ def test_layout_of_the_run_is_kept_on_the_same_number_of_ranks():
     assert mesh_of(config) == {"x": 2, "y": 2, "z": 2}
     assert config.parallel.scheme == "3d" and config.train.batch == 4
     assert (config.model.sequence, config.model.dropout) == (3, 0.0)
-    assert config.train.dtype == "float64"
+    assert described(config) == "gpt2 on x=2 y=2 z=2, scheme 3d, float64"
 
 
 def test_best_cuboid_for_generation_moves_no_weights():
