@@ -241,7 +241,8 @@ def test_invalid_input_is_rejected_in_one_line(capsys, line):
 @pytest.mark.slow
 def test_rejection_suggests_a_memory_size_that_fits(capsys):
     _, _, err = plan(capsys, *SMALL, "--memory", "1MB")
-    assert "the smallest layout, " in err and "on stage 0 (" in err
+    assert "the smallest layout found, " in err and "on stage 0 (" in err
+    assert "activations and communication buffers " in err and "in flight" not in err
     memory = err.partition("use --memory ")[2].partition(",")[0]
     code, out, _ = plan(capsys, *SMALL, "--memory", memory)
     assert code == 0 and f"h100, {float(memory[:-2]):.2f} MB each" in out

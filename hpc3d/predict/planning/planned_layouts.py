@@ -128,13 +128,19 @@ def _smallest(planned: PlannedLayouts) -> RankedLayout:
 
 def nearest_in_words(row: RankedLayout) -> str:
     """Describe the layout with the lowest peak memory, and its peak, in words."""
-    return f"the smallest layout, {shown_layout(row.config)}, needs {held(row)}"
+    about = "" if row.simulated else "~"
+    return f"the smallest layout found, {shown_layout(row.config)}, needs {about}{held(row)}"
 
 
 def held(row: RankedLayout) -> str:
-    """Format the peak memory of a layout, followed by its size by kind, largest first."""
-    kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in kinds)
+    """Format the peak memory of a layout, followed by its size by kind, largest first.
+
+    Estimates and simulations divide activations and communication buffers differently.
+    """
+    kinds = {kind: row.kinds.get(kind, 0) for kind in ("parameter", "gradient", "optimizer")}
+    kinds["activations and communication buffers"] = row.peak - sum(kinds.values())
+    ordered = sorted(kinds.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in ordered if size > 0)
     return f"{gigabytes(row.peak)} on stage {row.stage} ({parts})"
 
 

@@ -336,8 +336,9 @@ class Ranking:
         """
         chosen = {id(candidate) for candidate in self._named_candidates(is_it, mesh)}
         timed = [each for each in self.found.timed if id(each.candidate) in chosen]
-        rows = [row for each in timed[:_EACH] if (row := self.looked_at(each))]
-        fitting = [row for row in rows if self.fits(row)]
+        for each in timed[:_EACH]:
+            self.looked_at(each)
+        fitting = [row for each in timed if (row := self.row(each)) and self.fits(row)]
         nearest = [estimated(self.nearest([each.best for each in timed]))] if timed else []
         return min(fitting or nearest, key=lambda row: row.seconds, default=None)
 

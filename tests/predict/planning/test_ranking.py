@@ -32,7 +32,7 @@ def test_slower_layouts_fit_in_memory():
 
 
 @pytest.mark.slow
-def test_named_layouts_include_the_best_of_each_scheme():
+def test_named_layouts_include_the_best_of_each_scheme(monkeypatch):
     searched, found = search()
     ranking = Ranking(searched, found, CLUSTER, most=1e9)
     ranking.widen()
@@ -50,6 +50,9 @@ def test_named_layouts_include_the_best_of_each_scheme():
     assert named["cube"].seconds == pytest.approx(step(cube)[0], rel=1e-9)
     assert all(best[0].seconds <= row.seconds for row in named.values())
     assert [row.seconds for row in best] == sorted(row.seconds for row in best)
+    monkeypatch.setattr("hpc3d.predict.planning.ranking._EACH", 0)  # nothing else is simulated
+    first = next(row for row in best if row.config.parallel.scheme.startswith("1d"))
+    assert ranking.named()["1-D"] == first
 
 
 def test_layout_text_matches_the_input_file_keys():
