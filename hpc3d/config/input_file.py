@@ -244,7 +244,7 @@ class ParallelConfig:
     @property
     def group(self) -> int:
         """Number of replicas along d that reduce their gradients in every step; 0 for all."""
-        return self.shard or min(1, self.local_steps)
+        return self.shard or (1 if self.local_steps else 0)
 
     @property
     def sharding(self) -> str:

@@ -80,17 +80,9 @@ class Estimator:
         stages = [stage_content(each) for each in chunks]
         works = self.works(config, parts, stages)
 
-        # `late` is the stage whose gradient reductions end last. `after` is the work that remains
-        # when the passes of this stage have ended.
-        if even(config):
-            late, largest = 0, stages[0]
-        else:
-            late = self._last_to_reduce(config, parts, stages)
-            largest = max({*stages}, key=lambda stage: costs.held(config, stage)["gradient"])
-        sums = self.shown_sums(config, parts, stages[late])
-        _, rest, gathers = costs.update(config, largest)
-        after = sums + rest + self.shown_gathers(config, parts, largest, gathers)
-        after = after + costs.world(config) + costs.tied_exchange(config, stages)
+        # `after` is the work that remains when the passes of stage `late` have ended.
+        late, sums, rest = self._last_work(config, parts, stages)
+        after = sums + rest + costs.world(config) + costs.tied_exchange(config, stages)
 
         # `totals` is the work of each stage in a step. The bubble is the idle time of the stage
         # with the most work.
@@ -112,10 +104,23 @@ class Estimator:
             {a: slowdown * s + (1 - slowdown) * step.idle[a] for a, s in step.waits.items()}
         )
         compute = total - bubble - waits.total()
-        stage, kinds = fullest(
-            costs, config, parts, chunks, sums.peak, max(rest.peak, gathers.peak)
-        )
+        stage, kinds = fullest(costs, config, parts, chunks, sums.peak, rest.peak)
         return Estimate(config, total, compute, bubble, +waits, stage, kinds)
+
+    def _last_work(self, config, parts, stages):
+        """Return the stage whose gradient reductions end last, its exposed reductions, and the
+        exposed rest of the update on the stage with the most gradients."""
+        costs = self.costs
+        if even(config):
+            late, largest = 0, stages[0]
+        else:
+            late = self._last_to_reduce(config, parts, stages)
+            largest = max({*stages}, key=lambda stage: costs.held(config, stage)["gradient"])
+        update = costs.update(config, stages[late])
+        sums = self._shown_sums(config, parts, stages[late], update[0])
+        if largest != stages[late]:
+            update = costs.update(config, largest)
+        return late, sums, self._shown_rest(config, parts, largest, update)
 
     def works(
         self, config: Config, parts: PartCosts, stages: Sequence[StageContent]
@@ -184,18 +189,21 @@ class Estimator:
         each layer, so the last bucket is posted at the end of the pass and its reduction is
         exposed.
         """
-        sums, *_ = self.costs.update(config, stage)
+        return self._shown_sums(config, parts, stage, self.costs.update(config, stage)[0])
+
+    def _shown_sums(self, config, parts, stage, sums):
         overlap = config.parallel.overlap
         return self._exposed(config, stage, sums, parts.layer.whole) if overlap else sums
 
-    def shown_gathers(
-        self, config: Config, parts: PartCosts, stage: StageContent, gathers: Pass
-    ) -> Pass:
-        """Return the exposed cost of the `gathers` of updated values on a stage.
+    def _shown_rest(self, config, parts, stage, update):
+        """Return the exposed cost of a stage's optimizer update and all-gathers of new values.
 
         Gathers can overlap with the first forward pass of the stage, except for the first bucket.
         """
-        return self._exposed(config, stage, gathers, parts.layer.forward)
+        _, rest, gathers = update
+        if gathers is NOTHING:
+            return rest
+        return rest + self._exposed(config, stage, gathers, parts.layer.forward)
 
     def _exposed(self, config: Config, stage: StageContent, calls: Pass, layer: Pass) -> Pass:
         """Return the cost of `calls`, all buckets of which except one overlap with a pass.

@@ -467,7 +467,7 @@ class LayerSample:
         with self.clock.repeated(times / together, most, layers / (together * every)):
             _, rest = self.measured(update)
             with self.graphed():
-                _, gathers = self.measured(buckets.complete)
+                gathers = self.measured(buckets.complete)[1] if buckets.outdated else NOTHING
         return sums, rest + self._agreement(times, most), gathers
 
     def _agreement(self, times: float, most: float) -> Pass:

@@ -106,10 +106,16 @@ def work_of(parts: PartCosts, content: StageContent, split: bool) -> StageWork:
 
     If `split` is true, the backward pass is split into input and weight gradients.
     """
+    forward, back = _passes_of(parts, content)
+    return StageWork(forward, *((back.backward, back.weight) if split else (back.whole, NOTHING)))
+
+
+@cache
+def _passes_of(parts: PartCosts, content: StageContent) -> tuple[Pass, PassSeconds]:
+    """Return the costs of the forward pass and of the backward passes."""
     ends = [parts.first] * content.first, [parts.last] * content.last
     order, nothing = [*ends[0], *_layers_of(parts, content), *ends[1]], parts.layer * 0
-    forward, back = sum(order, nothing).forward, sum(reversed(order), nothing)
-    return StageWork(forward, *((back.backward, back.weight) if split else (back.whole, NOTHING)))
+    return sum(order, nothing).forward, sum(reversed(order), nothing)
 
 
 def _layers_of(parts: PartCosts, content: StageContent) -> list[PassSeconds]:
@@ -163,9 +169,12 @@ def stage_bytes(
     works = [work_of(parts, each, split) for each in chunks]
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
+    moments = model.held(number, forward, inputs)
+    fused = split and "BW" in {op for (op, _), _ in moments}
+    wholes = [work_of(parts, each, False) for each in chunks] if fused else works
     moments = [
-        (saved, work_of(parts, chunks[chunk], split and op != "BW")[_PASS[op]].peak + blocks)
-        for (op, chunk), saved in model.held(number, forward, inputs)
+        (saved, (wholes if op == "BW" else works)[chunk][_PASS[op]].peak + blocks)
+        for (op, chunk), saved in moments
     ]
     # The update, or the start of the next forward pass, holds at most two gathered buckets.
     # Gradient reductions overlap with the last backward pass.

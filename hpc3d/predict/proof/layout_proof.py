@@ -6,8 +6,8 @@ proof covers the operands of all operations and collectives, dropout masks, the 
 saved activations of each layer, and the gradient of each parameter before and after its reduction.
 
 It does not cover pipeline messages, the order of shards in a gathered array, compressed gradients,
-the optimizer, the agreements of local updates, and the values that other ranks own in SUMMA. GPU kernels that fuse several
-operations are checked as separate operations.
+the optimizer, the agreements of local updates, and the values that other ranks own in SUMMA. GPU
+kernels that fuse several operations are checked as separate operations.
 """
 
 from __future__ import annotations
