@@ -270,12 +270,17 @@ def _clause(row: _Row, first: _Row) -> str:
         reason = "because their work differs or is unknown"
         return f"the step times of {one} and {other} are not compared, {reason}"
     low, high = row["speedup_low"], row["speedup_high"]
+    same = low is not None and low <= 1 <= high
+    factor = f"{speedup:.2f} times"
     if row["scaling"] == "weak":
-        return f"{one} reaches {speedup:.2f} times the FLOP/s of {other}{_between(low, high)}"
+        equal, values = f"the FLOP/s of {other}", _between(low, high)
+        noise = f"{one} reaches {equal} within the noise: {factor} the FLOP/s{values}"
+        return noise if same else f"{one} reaches {factor} {equal}{values}"
     if row["ranks"] != first["ranks"] or max(speedup, 1 / speedup) >= _TWICE:
         ranks = f" on {row['ranks']} instead of {first['ranks']} ranks"
-        ranks = ranks if row["ranks"] != first["ranks"] else ""
-        return f"{one} is {speedup:.2f} times as fast as {other}{ranks}{_between(low, high)}"
+        equal = f"as fast as {other}{ranks if row['ranks'] != first['ranks'] else ''}"
+        noise = f"{one} is {equal} within the noise: {factor} as fast{_between(low, high)}"
+        return noise if same else f"{one} is {factor} {equal}{_between(low, high)}"
     word = "faster" if speedup >= 1 else "slower"
     sign = 1 if speedup >= 1 else -1
     more = speedup**sign - 1
@@ -289,9 +294,12 @@ def _clause(row: _Row, first: _Row) -> str:
 
 
 def _noise(row: _Row) -> Iterator[str]:
-    """Yield a warning if the difference is smaller than the share of other processes."""
+    """Yield a warning if other processes can explain the difference.
+
+    If they use a share s of the CPU time, a step takes up to 1 / (1 - s) times as long.
+    """
     speedup, noise = row["speedup"], row["noise"]
-    if speedup is not None and max(speedup, 1 / speedup) - 1 < noise:
+    if speedup is not None and 1 - min(speedup, 1 / speedup) < noise:
         yield f"other processes used {noise:.0%} of the CPU time, which can cause this difference"
 
 
