@@ -9,9 +9,7 @@ is a sample of the step time.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
 from math import exp
 from typing import Any, NamedTuple
 
@@ -56,11 +54,14 @@ class SeedGroup(NamedTuple):
         return [*self.seeds.values()] if several else [[index] for index in self.runs]
 
 
-def seed_groups(traces: Sequence[Trace], labels: Sequence[str]) -> list[SeedGroup]:
+def seed_groups(
+    traces: Sequence[Trace], labels: Sequence[str], layouts: Sequence[str]
+) -> list[SeedGroup]:
     """Return the groups of runs that differ only in their seed.
 
-    A run with an unknown configuration is a group of its own. `labels` are the labels of the runs.
-    Groups whose labels would be equal are named by the keys in which they differ.
+    A run with an unknown configuration is a group of its own. `labels` are the unique labels of
+    the runs, which name groups of one run. Other groups are named by their entry of `layouts`, and
+    by the keys in which they differ from groups with the same layout.
     """
     found: dict[Any, dict[int | None, list[int]]] = {}
     known: dict[Any, dict[str, Any]] = {}
@@ -74,23 +75,14 @@ def seed_groups(traces: Sequence[Trace], labels: Sequence[str]) -> list[SeedGrou
         known[key] = settings
         found.setdefault(key, {}).setdefault(seed, []).append(index)
     groups = {key: SeedGroup("", seeds) for key, seeds in found.items()}
-    names = {key: _common([labels[each] for each in groups[key].runs]) for key in groups}
+    names = {key: layouts[group.runs[0]] for key, group in groups.items()}
     for key, group in groups.items():
-        label = names[key]
+        label = labels[group.runs[0]]
         if len(group.runs) > 1:
-            equal = [known[other] for other, name in names.items() if name == label]
-            label = f"{', '.join([label, *_differing(known[key], equal)])} ({_size(group)})"
+            equal = [known[other] for other, name in names.items() if name == names[key]]
+            label = f"{', '.join([names[key], *_differing(known[key], equal)])} ({_size(group)})"
         groups[key] = group._replace(label=label)
     return [*groups.values()]
-
-
-def _common(names: Sequence[str]) -> str:
-    """Return the beginning that the labels of a group's runs have in common."""
-    if len(names) == 1:
-        return names[0]
-    words = zip(*(re.split("(?<=[-, ])", name) for name in names), strict=False)
-    common = "".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, words))
-    return common.rstrip("-, ") or names[0]
 
 
 def _differing(settings: _Row, groups: Sequence[_Row]) -> Iterator[str]:

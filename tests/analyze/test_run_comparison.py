@@ -140,9 +140,9 @@ def trace_of(text):
 def test_runs_that_differ_only_in_the_seed_form_a_group():
     texts = ["seed = 1", "seed = 2\n[mesh]\nx = 2", 'seed = 3\nname = "other"', "[mesh]\nx = 2"]
     labels = "a, 64-seed1", "b", "a, 64-seed3", "b, 2", "c", "d"
-    groups = seed_groups([*map(trace_of, [*texts, "", ""])], labels)
+    groups = seed_groups([*map(trace_of, [*texts, "", ""])], labels, "ababcd")
     assert groups == grouped(
-        ("a, 64 (2 seeds)", "b (2 seeds)", "c", "d"),
+        ("a (2 seeds)", "b (2 seeds)", "c", "d"),
         {1: [0], 3: [2]},
         {2: [1], 1234: [3]},
         {None: [4]},
@@ -152,8 +152,9 @@ def test_runs_that_differ_only_in_the_seed_form_a_group():
 
 def test_groups_with_the_same_label_are_named_by_the_keys_in_which_they_differ():
     texts = [f"seed = {seed}\n[model]\nhidden = {n}" for n in (64, 128) for seed in (1, 2)]
-    labels = [f"1d, x=4, {number}" for number in range(4)]
-    named = [group.label for group in seed_groups([*map(trace_of, texts)], labels)]
+    labels = [f"1d, x=4, ranks4-{number}" for number in range(4)]
+    groups = seed_groups([*map(trace_of, texts)], labels, ["1d, x=4"] * 4)
+    named = [group.label for group in groups]
     assert named == ["1d, x=4, hidden=64 (2 seeds)", "1d, x=4, hidden=128 (2 seeds)"]
 
 
@@ -229,7 +230,7 @@ def test_runs_of_a_seed_are_one_sample():
     labels = "a, 1", "a, 2", "a, 3", "b, 1", "b, 2"
     texts = [f"seed = {seed}" for seed in (1, 2, 2)]
     texts += [f"seed = {seed}\n[mesh]\nx = 2" for seed in (1, 2)]
-    groups = seed_groups([*map(trace_of, texts)], labels)
+    groups = seed_groups([*map(trace_of, texts)], labels, "aaabb")
     assert [group.label for group in groups] == ["a (2 seeds, 3 runs)", "b (2 seeds)"]
     (row, _) = seed_rows([losses(label, 0, 3 + (label != "a, 1")) for label in labels], groups)
     assert (row["runs"], row["loss"]) == (2, 3.5)
@@ -298,5 +299,8 @@ def test_comparison_warns_of_busy_hosts(tmp_path, capsys):
         " be longer"
     ]
     assert found["runs"][0]["about"]["other processes"] == "9% of the CPU time of the busiest host"
+    (runs[0] / "environment.json").write_text('{"other_cpu_share": 0.3}')
+    (line,) = reported(capsys, *runs)["notes"]
+    assert line.startswith("all runs: other processes used 30% of the CPU time")
     (runs[0] / "environment.json").write_text("[")
     assert "other processes" not in reported(capsys, *runs)["runs"][0]["about"]

@@ -6,12 +6,13 @@ that determine the parallel layout.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
-from hpc3d.analyze.metrics.run_summary import busy_hosts, outnumbered
+from hpc3d.analyze.metrics.run_summary import busy_hosts, other_cpu_share, outnumbered
 from hpc3d.config.load import flat, literal
 from hpc3d.model.families import with_epsilon
 from hpc3d.trace.reader import Trace
@@ -32,7 +33,7 @@ _EXCEPTIONS = {
     **dict.fromkeys(("name", "mesh.transport", "train.max_minutes"), EXECUTION),
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
-_ALWAYS_NAMED = 2  # maximum number of runs listed for the most frequent value of a key
+_ALWAYS_NAMED = 2  # maximum number of runs or groups listed for the most frequent value of a key
 _OF_MACHINE = ("hosts", "MPI", "program")  # report header entries that are compared
 
 
@@ -73,43 +74,51 @@ def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
     return ", ".join([kind, *keys])
 
 
-def notes(traces: Sequence[Trace], labels: Sequence[str]) -> list[str]:
+def notes(traces: Sequence[Trace], groups: Mapping[str, Sequence[int]]) -> list[str]:
     """Return warnings about the comparability of runs, one line per warning.
 
-    The warnings concern unknown configurations, runs with more ranks than cores, and busy hosts.
+    The warnings concern unknown configurations, busy hosts, and runs with more ranks than cores.
+    All groups with busy hosts have one line, which states the largest share of the CPU time.
+    `groups` is a dict from the label of a group of runs to the indices of its runs.
     """
     if len(traces) < 2:
         return []
-    named = [*zip(traces, labels)]
-    unknown = [label for trace, label in named if configuration(trace) is None]
+    members = {label: [traces[index] for index in runs] for label, runs in groups.items()}
+    unknown = [label for label, runs in members.items() if configuration(runs[0]) is None]
     missing = f"the configuration of {' and '.join(unknown)} is unknown: no settings are compared"
+    busy = [label for label, runs in members.items() if any(map(busy_hosts, runs))]
     warnings: dict[str, list[str]] = {}
-    for warning in (outnumbered, busy_hosts):
-        for trace, label in named:
-            if line := warning(trace):
-                warnings.setdefault(line, []).append(label)
+    if busy:
+        line = busy_hosts(max(traces, key=lambda trace: other_cpu_share(trace) or 0))
+        warnings[line or ""] = busy
+    for label, runs in members.items():
+        for line in dict.fromkeys(filter(None, map(outnumbered, runs))):
+            warnings.setdefault(line, []).append(label)
     crowded = [
-        f"{'all runs' if len(runs) == len(named) else ', '.join(runs)}: {line}"
-        for line, runs in warnings.items()
+        f"{'all runs' if len(labels) == len(groups) else ', '.join(labels)}: {line}"
+        for line, labels in warnings.items()
     ]
     return [missing, *crowded] if unknown else crowded
 
 
 def differing(
-    traces: Sequence[Trace], labels: Sequence[str], abouts: Sequence[Mapping[str, str]]
+    traces: Sequence[Trace],
+    groups: Mapping[str, Sequence[int]],
+    abouts: Sequence[Mapping[str, str]],
 ) -> dict[str, dict[str, str]]:
     """Return the differences between runs as a nested dict: result[group][key] is a string.
 
-    The string lists each value of the key and the runs that use this value. The comparison covers
-    all configuration keys except the name, the number of tokens per step, the kind of trace, and
-    the hosts, MPI version and hpc3d version in `abouts`. If a key is missing in an older run, the
-    default value is used. If the configuration of any run is unknown, no configuration keys are
-    compared.
+    The string lists each value of the key and the groups of runs that use this value. If a key,
+    such as the seed, differs within a group, the value of the group lists the values of its runs.
+    The comparison covers all configuration keys except the name, the number of tokens per step,
+    the kind of trace, and the hosts, MPI version and hpc3d version in `abouts`. If a key is
+    missing in an older run, the default value is used. If the configuration of any run is unknown,
+    no configuration keys are compared.
 
     Parameters
     ----------
-    labels
-        Label of each run.
+    groups
+        Dict from the label of a group of runs to the indices of its runs.
     abouts
         Header of each run's report, as a dict from title to text.
     """
@@ -118,7 +127,8 @@ def differing(
         return found
     for group, key, values in _compared(traces, abouts):
         if len({*values}) > 1:
-            found[group][key] = _whose(values, labels)
+            members = [dict.fromkeys(values[index] for index in runs) for runs in groups.values()]
+            found[group][key] = _whose([*map(", ".join, members)], groups)
     return found
 
 
@@ -137,21 +147,23 @@ def _compared(traces, abouts):
     yield WORK, "tokens a step", [f"{each:,}" for each in tokens]
     yield EXECUTION, "trace", [trace.attrs.get("kind") or "measured" for trace in traces]
     for key in _OF_MACHINE:
-        # Replace ";", because `_whose` separates values with it.
-        yield EXECUTION, key, [each.get(key, "unknown").replace(";", ",") for each in abouts]
+        # Replace ";", because `_whose` separates values with it. Omit the number of ranks of a
+        # single host, because it is the number of all ranks.
+        texts = [re.sub(r"^([^,]*) \(\d+\);", r"\1;", each.get(key, "unknown")) for each in abouts]
+        yield EXECUTION, key, [text.replace(";", ",") for text in texts]
 
 
 def _whose(values, labels):
-    """List each value, followed by the runs that use this value.
+    """List each value, followed by the runs or groups that use this value.
 
-    If more than _ALWAYS_NAMED runs have the most frequent value, this value comes last, and its
-    runs are not listed.
+    If more than _ALWAYS_NAMED of them have the most frequent value, this value comes last, and
+    they are not listed.
     """
     found = {}
     for value, label in zip(values, labels):
         found.setdefault(value, []).append(label)
     usual = max(found, key=lambda value: len(found[value]))
     many = len(found[usual]) > _ALWAYS_NAMED
-    last = [f"{usual} in all others"] if many else []
+    last = [f"{usual} in all {'others' if len(found) > 1 else 'groups'}"] if many else []
     named = [each for each in found.items() if not (many and each[0] == usual)]
     return "; ".join([*(f"{value} in {' and '.join(names)}" for value, names in named), *last])

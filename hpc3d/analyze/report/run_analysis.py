@@ -133,12 +133,13 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
 
     `traces` are the open traces of `runs`. Times are not compared if any trace contains CPU times.
     """
+    layouts = [run.label for run in runs]
     runs = _distinct(runs)
     timed = all(map(one_time, traces))
     tables = {"runs": comparison_rows(runs)}
     tables |= {name: [] for name in ("received", "scaling", "gains", "differences", "seeds")}
     labels = [run.label for run in runs]
-    groups, speeds = seed_groups(traces, labels), []
+    groups, speeds = seed_groups(traces, labels, layouts), []
     if len(runs) > 1:
         tables["received"] = received_rows([run.tables["time"] for run in runs], timed)
         tables["seeds"] = seed_rows(tables["runs"], groups)
@@ -153,9 +154,10 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
             for trace, run in zip(steady[1:], runs[1:])
             for row in difference_rows(steady[0], trace)
         ]
-    differ = differing(traces, labels, [run.about for run in runs])
+    named = {group.label: group.runs for group in groups}
+    differ = differing(traces, named, [run.about for run in runs])
     verdict = [*comparison_verdict(speeds, tables["runs"], groups)]
-    limits = [*notes(traces, labels), *repeated_seeds(groups, labels)]
+    limits = [*notes(traces, named), *repeated_seeds(groups, labels)]
     texts = tables, limits, differ, verdict
     return Report(runs, *sanitized_tree(texts))
 

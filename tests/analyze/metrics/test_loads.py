@@ -60,28 +60,41 @@ def test_differing_keys_are_reported_by_group():
         '[run]\nout = "a"\n',
     }
     traces = [_trace(text) for text in texts.values()]
+    groups = {"one": [0], "two": [1]}
     abouts = [{"hosts": "a (4); cpu"}, {"hosts": "b (4); cpu"}]
-    assert differing(traces, [*texts], abouts) == {
+    assert differing(traces, groups, abouts) == {
         WORK: {"parallel.keep_dtype": 'absent in one; "int8" in two'},
         LAYOUT: {"mesh.d": "1 in one; 2 in two", "parallel.zero": "0 in one; 1 in two"},
         EXECUTION: {
             "run.out": '"results" in one; "a" in two',
-            "hosts": "a (4), cpu in one; b (4), cpu in two",
+            "hosts": "a, cpu in one; b, cpu in two",
         },
     }
     nothing = {WORK: {}, LAYOUT: {}, EXECUTION: {}}
-    assert differing(traces[:1], ["one"], abouts) == nothing
+    assert differing(traces[:1], {"one": [0]}, abouts) == nothing
     pair = [traces[0], _trace("")]
-    assert differing(pair, [*texts], [{}, {}]) == nothing
-    assert [line.split()[:4] for line in notes(pair, [*texts])] == [
+    assert differing(pair, groups, [{"hosts": f"a ({n}); cpu"} for n in (4, 8)]) == nothing
+    assert [line.split()[:4] for line in notes(pair, groups)] == [
         ["the", "configuration", "of", "two"]
     ]
 
 
 def test_most_common_value_is_reported_as_all_others():
     traces = [_trace(f"seed = {seed}\n") for seed in (1, 2, 1, 1, 3, 2)]
-    (text,) = differing(traces, [*"abcdef"], [{}] * 6)[WORK].values()
+    groups = {label: [index] for index, label in enumerate("abcdef")}
+    (text,) = differing(traces, groups, [{}] * 6)[WORK].values()
     assert text == "2 in b and f; 3 in e; 1 in all others"
+
+
+def test_runs_of_a_group_are_reported_by_the_name_of_the_group():
+    """The runs of a group differ in their seed and in the load of their hosts."""
+    texts = [f"seed = {seed}\n[mesh]\nx = {x}\n" for x in (1, 2, 3) for seed in (1, 2)]
+    traces, groups = [*map(_trace, texts)], {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
+    assert differing(traces, groups, [{}] * 6) == {
+        WORK: {"seed": "1, 2 in all groups"},
+        LAYOUT: {"mesh.x": "1 in a; 2 in b; 3 in c"},
+        EXECUTION: {},
+    }
 
 
 def _trace(text):
