@@ -24,6 +24,10 @@ from hpc3d.trace.reader import Trace
 _Row = Mapping[str, Any]
 _Samples = Sequence[Sequence[np.ndarray]]  # step times of each run of each sample
 _UNCOMPARED = ("seed", "name", "run.out")  # keys in which the runs of a group may differ
+_MESH = ("layout", "ranks", "p", "d")  # columns that identify the layout of a run
+_TIMES = ("forward_s", "backward_s", "average_step_s", "step_s")
+_MEASURED = (*_TIMES, "tokens_per_s", "tokens_per_s_rank", "flop_per_s")
+_SPEEDUP = ("speedup", "speedup_low", "speedup_high")
 _ROUNDING = 1e-5  # losses agree if they differ by at most this fraction
 _TWICE = 2.0  # from this ratio on, the verdict states a ratio instead of a percentage
 
@@ -37,10 +41,13 @@ class SeedGroup(NamedTuple):
         Label of the run, or of the group if it has several runs.
     seeds
         Dict from seed to the runs with this seed.
+    reference
+        Index of the group with which this group is compared. See `with_references`.
     """
 
     label: str
     seeds: dict[int | None, list[int]]
+    reference: int = 0
 
     @property
     def runs(self) -> list[int]:
@@ -99,6 +106,24 @@ def _size(group: SeedGroup) -> str:
     return ", ".join(parts)
 
 
+def with_references(groups: Sequence[SeedGroup], runs: Sequence[_Row]) -> list[SeedGroup]:
+    """Choose the group with which each group is compared.
+
+    It is the first group unless the work differs. Otherwise, it is a group that does the same
+    work: the first one with the layout of the first group, or the first one with any layout. A
+    group that is chosen for others is not compared. `runs` are the results of `run_row`.
+    """
+    firsts = [runs[group.runs[0]] for group in groups]
+    found = []
+    for run in firsts:
+        kinds = [row["scaling"] for row in scaling_rows([run, *firsts])[1:]]
+        same = [index for index, kind in enumerate(kinds) if kind == "strong"]
+        others = kinds[0] == "other" and len(same) > 1
+        keys = [[firsts[index].get(key) != firsts[0].get(key) for key in _MESH] for index in same]
+        found.append(same[keys.index(min(keys, key=any))] if others else 0)
+    return [group._replace(reference=each) for group, each in zip(groups, found)]
+
+
 def repeated_seeds(groups: Sequence[SeedGroup], labels: Sequence[str]) -> Iterator[str]:
     """Yield one line if any group of several seeds contains several runs with one seed."""
     several = [group for group in groups if len(group.seeds) > 1]
@@ -118,10 +143,10 @@ def speed_rows(
     groups: Sequence[SeedGroup],
     busy: Sequence[float | None],
 ) -> list[dict[str, Any]]:
-    """Compare the step time of each group with the first group.
+    """Compare the step time of each group with its reference group.
 
     Each row has the label `run`, the number of `ranks`, the kind of `scaling`, and the `speedup`
-    over the first group with its 95 % confidence interval. The speedup is the ratio of median step
+    over the reference with its 95 % confidence interval. The speedup is the ratio of median step
     times for equal work, the ratio of FLOP/s for equal work per rank on another number of ranks,
     and None otherwise.
 
@@ -133,23 +158,23 @@ def speed_rows(
         Step times of the slowest rank in seconds, one array per run.
     busy
         Share of the CPU time that other processes used during each run, if known. `noise` is the
-        largest share of the runs of a group and of the first group.
+        largest share of the runs of a group and of its reference.
     """
     times = [[[seconds[index] for index in each] for each in group.samples] for group in groups]
-    first = runs[groups[0].runs[0]]
     rows = []
     for group, steps in zip(groups, times):
-        run = runs[group.runs[0]]
+        before, reference = times[group.reference], groups[group.reference].runs
+        first, run = runs[reference[0]], runs[group.runs[0]]
         row = scaling_rows([first, run])[1]
         found = {key: row[key] for key in ("ranks", "scaling")}
         found |= {"run": group.label, "speedup": None}
-        found["noise"] = max(busy[index] or 0.0 for index in (*group.runs, *groups[0].runs))
+        found["noise"] = max(busy[index] or 0.0 for index in (*group.runs, *reference))
         if row["scaling"] == "strong":
-            found |= _speedup(times[0], steps)
+            found |= _speedup(before, steps)
         else:
             if row["scaling"] == "weak" and run["ranks"] != first["ranks"]:
                 found["speedup"] = row["speedup"]
-            errors = (relative_error(_pooled(each)) for each in (times[0], steps))
+            errors = (relative_error(_pooled(each)) for each in (before, steps))
             found |= interval("speedup", found["speedup"], *errors)
         rows.append(found)
     return rows
@@ -179,12 +204,36 @@ def _pooled(samples: _Samples) -> np.ndarray:
     return np.concatenate([run for sample in samples for run in sample])
 
 
-def scaling_table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the result of `scaling_rows`, without scaling if all runs have as many ranks."""
-    rows = scaling_rows(runs)
-    if len({run["ranks"] for run in runs}) > 1:
+def scaling_table(
+    runs: Sequence[dict[str, Any]], groups: Sequence[SeedGroup], speeds: Sequence[_Row]
+) -> list[dict[str, Any]]:
+    """Return one row per group, with its speedup over the first group and its efficiency.
+
+    Times and rates of a group are geometric means over its runs. Groups that are compared with
+    another group have no speedup. If all groups have as many ranks, the table has no scaling.
+    """
+    rows = []
+    for group, speed in zip(groups, speeds):
+        members = [runs[index] for index in group.runs]
+        row = members[0] | {key: _mean([run[key] for run in members]) for key in _MEASURED}
+        row |= {"scaling": "other"} | dict.fromkeys(_SPEEDUP)
+        if not group.reference:
+            row |= {key: speed[key] for key in ("scaling", *_SPEEDUP)}
+        if group is groups[0]:
+            row |= dict.fromkeys(_SPEEDUP[1:])
+        row["run"] = group.label
+        row["efficiency"] = ratio(row["speedup"], row["ranks"] / runs[0]["ranks"])
+        rows.append(row)
+    if len({row["ranks"] for row in rows}) > 1:
         return rows
     return [row | {"scaling": None, "efficiency": None} for row in rows]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the geometric mean, or the only value."""
+    if len(values) == 1:
+        return values[0]
+    return exp(sum(np.log(values)) / len(values)) if all(values) else None
 
 
 def seed_rows(runs: Sequence[_Row], groups: Sequence[SeedGroup]) -> list[dict[str, Any]]:
@@ -219,7 +268,7 @@ def _means(runs: Sequence[_Row], group: SeedGroup, key: str) -> dict[int | None,
 def comparison_verdict(
     speeds: Sequence[_Row], runs: Sequence[_Row], groups: Sequence[SeedGroup]
 ) -> Iterator[str]:
-    """Yield one line per group after the first: step time and losses compared with the first.
+    """Yield one line per group that is compared with its reference: step time and losses.
 
     If several runs are a single group, yield a line that says so.
 
@@ -232,14 +281,16 @@ def comparison_verdict(
     """
     if len(groups) == 1 < len(runs):
         yield "; ".join(_of_one_group(groups[0], runs))
-    for number, group in enumerate(groups[1:], 1):
-        parts: list[str] = []
+    for number, group in enumerate(groups):
+        if number == group.reference:
+            continue
+        parts, reference = list[str](), groups[group.reference]
         if speeds:
-            parts = [_clause(speeds[number], speeds[0]), *_noise(speeds[number])]
-        if len(group.seeds) == len(groups[0].seeds) == 1:
+            parts = [_clause(speeds[number], speeds[group.reference]), *_noise(speeds[number])]
+        if len(group.seeds) == len(reference.seeds) == 1:
             parts += _losses(runs[group.runs[0]])
         else:
-            parts += _mean_losses(*(_means(runs, each, "loss") for each in (groups[0], group)))
+            parts += _mean_losses(*(_means(runs, each, "loss") for each in (reference, group)))
         if parts:
             label = "" if speeds else f"{group.label}: "
             yield label + "; ".join(parts)

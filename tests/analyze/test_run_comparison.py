@@ -16,18 +16,22 @@ from hpc3d.analyze.run_comparison import (
     seed_groups,
     seed_rows,
     speed_rows,
+    with_references,
 )
 from tests.analyze.report.by_hand import reported, write_run
 
 SIZES = {"batch": 8, "layers": 2, "hidden": 8, "heads": 2, "sequence": 4, "block_weights": 100}
 OTHER_WORK = "the step times of b and a are not compared, because their work differs"
 EQUAL = "mean loss 3.0000 instead of 3.0000 nat (95 % interval of the paired difference 0 to 0)"
+STUDY = ("a", 8), ("b", 8), ("b", 16), ("a", 16), ("a", 32)  # layouts and hidden sizes
 STEADY = np.array([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0])
 
 
 def run(name, ranks=4, **values):
     found = SIZES | {"run": name, "ranks": ranks, "setting": "same", "recompute": "none"}
-    return found | {"step_s": 1.0, "step_error": None, "flop_per_s": 1.0} | values
+    found |= dict.fromkeys(("forward_s", "backward_s", "average_step_s"))
+    found |= dict.fromkeys(("step_s", "tokens_per_s", "tokens_per_s_rank", "flop_per_s"), 1.0)
+    return found | {"step_error": None} | values
 
 
 def losses(name, difference, loss=3.0):
@@ -123,14 +127,48 @@ def test_verdict_depends_on_ranks_and_work(other, said):
     assert line.startswith(said)
 
 
+def scaling(runs, groups=None, seconds=None):
+    groups = groups or [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
+    speeds = speed_rows(runs, seconds or [STEADY] * len(runs), groups, [None] * len(runs))
+    return scaling_table(runs, groups, speeds)
+
+
 def test_scaling_is_only_reported_if_ranks_differ():
-    same, more = scaling_table([run("a"), run("b")]), scaling_table([run("a"), run("b", 8)])
+    same, more = scaling([run("a"), run("b")]), scaling([run("a"), run("b", 8)])
     assert [(row["scaling"], row["efficiency"]) for row in same] == [(None, None)] * 2
     assert [row["speedup"] for row in same] == [1, 1]
     assert [(row["scaling"], row["efficiency"]) for row in more] == [
         ("strong", 1),
         ("strong", 0.5),
     ]
+
+
+def test_seeds_of_a_layout_are_one_row_of_the_scaling_table():
+    runs = [run("a, 1", step_s=1.0), run("a, 2", step_s=4.0), run("b", 8)]
+    groups = grouped(("a (2 seeds)", "b"), {1: [0], 2: [1]}, {1: [2]})
+    rows = scaling(runs, groups, [STEADY, 4 * STEADY, STEADY])
+    assert [(row["run"], row["step_s"]) for row in rows] == [("a (2 seeds)", 2), ("b", 1)]
+    assert (rows[0]["speedup"], rows[0]["speedup_low"]) == (1, None)
+    assert rows[1]["speedup"] == np.median([*STEADY, *(4 * STEADY)])
+
+
+def test_groups_are_compared_with_the_same_layout_and_model_size():
+    """The reference of each size has the layout of the first group, which need not be first."""
+    runs = [
+        run(f"{name}{size}", layout=name, hidden=size, block_weights=12 * size**2)
+        for name, size in STUDY
+    ]
+    groups = [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
+    groups = with_references(groups, runs)
+    assert [group.reference for group in groups] == [0, 0, 3, 3, 0]
+    lines = verdict(runs, [STEADY] * 5, [0] * 5, groups)
+    assert [line.partition(" within")[0] for line in lines[:2]] == [
+        "b8 is as fast as a8",
+        "b16 is as fast as a16",
+    ]
+    (other,) = lines[2:]
+    assert other.startswith("the step times of a32 and a8 are not compared")
+    assert [row["speedup"] for row in scaling(runs, groups)] == [1, 1, None, None, None]
 
 
 def trace_of(text):

@@ -190,13 +190,17 @@ def _evaluation_rows(columns: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     return rows
 
 
-def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
+def comparison_rows(
+    runs: Sequence[Any], references: Mapping[int, int] | None = None
+) -> list[dict[str, Any]]:
     """Return one row per run with its step times, loss, memory peaks and validation losses.
 
     `loss` is the training loss at the last step that all runs have in common. `loss_difference` is
-    the maximum absolute difference from the loss of the first run over all common steps. The
-    validation losses are the last loss and the lowest loss.
+    the maximum absolute difference from the loss of another run over all common steps: the run
+    `references[index]` for the run `index`, by default the first run. The validation losses are
+    the last loss and the lowest loss.
     """
+    references = references or {}
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
     step = max(set.intersection(*map(set, losses)), default=None)
     if all(loss is None for own in losses for loss in own.values()):
@@ -205,10 +209,10 @@ def comparison_rows(runs: Sequence[Any]) -> list[dict[str, Any]]:
         {"run": run.label}
         | run.tables["step"][0]
         | {"loss_step": step, "loss": own.get(step)}
-        | {"loss_difference": _largest_difference(own, losses[0])}
+        | {"loss_difference": _largest_difference(own, losses[references.get(index, 0)])}
         | _peaks(run.tables["memory_ranks"])
         | _evaluated(run.tables["evaluation"])
-        for run, own in zip(runs, losses)
+        for index, (run, own) in enumerate(zip(runs, losses))
     ]
 
 

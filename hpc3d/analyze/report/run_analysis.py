@@ -47,6 +47,7 @@ from hpc3d.analyze.run_comparison import (
     seed_groups,
     seed_rows,
     speed_rows,
+    with_references,
 )
 from hpc3d.config.resolve import violated
 from hpc3d.console.sanitize import sanitized_lines, sanitized_tree
@@ -118,7 +119,7 @@ class Report(NamedTuple):
         Differences between the runs: differing[group][key] lists the values and their runs.
     verdict
         One line of text per run, or per group of runs that differ only in the seed: its step time
-        and losses, compared with the first run.
+        and losses, compared with the first run or with a run of the same model size.
     """
 
     runs: list
@@ -136,22 +137,22 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     layouts = [run.label for run in runs]
     runs = _distinct(runs)
     timed = all(map(one_time, traces))
-    tables = {"runs": comparison_rows(runs)}
+    labels, steady = [run.label for run in runs], [*map(Steady, traces)]
+    rows = [run_row(trace) | {"run": label} for trace, label in zip(steady, labels)]
+    groups, speeds = with_references(seed_groups(traces, labels, layouts), rows), []
+    references = {each: groups[group.reference].runs[0] for group in groups for each in group.runs}
+    tables = {"runs": comparison_rows(runs, references)}
     tables |= {name: [] for name in ("received", "scaling", "gains", "differences", "seeds")}
-    labels = [run.label for run in runs]
-    groups, speeds = seed_groups(traces, labels, layouts), []
     if len(runs) > 1:
         tables["received"] = received_rows([run.tables["time"] for run in runs], timed)
         tables["seeds"] = seed_rows(tables["runs"], groups)
     if len(runs) > 1 and timed:
-        steady = [*map(Steady, traces)]
-        rows = [run_row(trace) | {"run": run.label} for trace, run in zip(steady, runs)]
         seconds = [*map(slowest_seconds, steady)]
         speeds = speed_rows(rows, seconds, groups, [*map(other_cpu_share, traces)])
-        tables["scaling"], tables["gains"] = scaling_table(rows), gain_rows(rows)
+        tables["scaling"], tables["gains"] = scaling_table(rows, groups, speeds), gain_rows(rows)
         tables["differences"] = [
-            {"run": run.label} | row
-            for trace, run in zip(steady[1:], runs[1:])
+            {"run": label} | row
+            for trace, label in zip(steady[1:], labels[1:])
             for row in difference_rows(steady[0], trace)
         ]
     named = {group.label: group.runs for group in groups}

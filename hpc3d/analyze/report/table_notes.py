@@ -34,8 +34,8 @@ the number of bytes that a rank would receive per step if every collective used 
 algorithm. It is computed from the sizes of the arrays.
 
 `loss [nat]` is the loss after the last step that all runs have in common, `loss after step`. The
-`max loss difference [nat]` from the first run, over all common steps, shows whether two layouts
-train the same model.""",
+`max loss difference [nat]` from the reference (the first run, or a run of the same model size),
+over all common steps, shows whether two layouts train the same model.""",
     "seeds": """\
 Runs with the same configuration except for the seed. `mean loss [nat]` is the mean over the
 `seeds` of the loss after the last step that all runs have in common, and `mean validation loss
@@ -53,6 +53,7 @@ the number of sequences per step. It is called average step time in arXiv:2105.1
 the messages between pipeline stages, the gradient reduction over replicas and the optimizer.
 `tokens/s` and `tokens/s per rank` refer to complete steps.
 
+Runs that differ only in the seed have one row, with their geometric mean times and rates.
 `scaling` is strong if a run does the same work as the first run, and weak if each rank does as
 much work as a rank of the first run (parameters of the blocks times tokens, within 10 %). It is
 other in all other cases, such as different models, data types or optimizers. In strong scaling,

@@ -236,3 +236,12 @@ def test_comparison_shows_the_last_and_best_evaluation():
     assert [tuple(row[key] for key in keys) for row in found] == [
         (2.5, 2.0), (None, None), (None, None),
     ]  # fmt: skip
+
+
+def test_losses_are_compared_with_the_reference_of_each_run():
+    losses = [3.0, 3.5, 2.0, 2.25]
+    tables = [{"loss": [{"step": 0, "loss": loss}], "step": [{}]} for loss in losses]
+    rest = {"evaluation": [], "memory_ranks": []}
+    runs = [SimpleNamespace(label="", tables=each | rest) for each in tables]
+    found = comparison_rows(runs, {2: 2, 3: 2})
+    assert [row["loss_difference"] for row in found] == [0, 0.5, 0, 0.25]
