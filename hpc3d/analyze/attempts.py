@@ -121,9 +121,13 @@ class Attempts:
             if key in record and step not in newest:
                 row = _row(record, columns)
                 known = found.get(step)
-                same = known is not None and _close(known["loss"], row["loss"])
-                number = known["attempt"] if known and same else self._untraced(step)
-                found[step] = row | {"attempt": number}
+                if known and _close(known["loss"], row["loss"]):
+                    row["attempt"] = known["attempt"]
+                    if known.get("texts"):  # with accuracy and tokens, which a record lacks
+                        row["texts"] = known["texts"]
+                else:
+                    row["attempt"] = self._untraced(step)
+                found[step] = row
         return [found[step] for step in sorted(found)]
 
     def _untraced(self, step: int) -> int | None:

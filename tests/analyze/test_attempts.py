@@ -75,6 +75,7 @@ def test_losses_of_all_attempts_equal_those_of_an_uninterrupted_run(
     assert texts["step"].tolist() == [2, 2, 5, 5, 8, 8]
     assert texts["text"].tolist() == ["LICENSE", "setup.cfg"] * 3
     assert texts["attempt"].tolist() == [1, 1, 2, 2, 3, 3]
+    assert (texts[["accuracy", "tokens", "perplexity"]] > 0).all(axis=None)
     means = texts.groupby("step")["loss"].mean().to_numpy()
     np.testing.assert_allclose(means, evaluations["loss"], rtol=1e-12)
 
