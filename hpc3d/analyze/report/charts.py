@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from hpc3d.comm.mesh import COPIES, PLANES, WORLD, along
 if TYPE_CHECKING:
     from hpc3d.analyze.metrics.expert_loads import ExpertLoads
     from hpc3d.analyze.report.run_analysis import RunAnalysis
+    from hpc3d.analyze.run_comparison import SeedGroup
 
 _PARTS = {
     **dict(zip(map(along, AXES), palette.AXES, strict=True)),
@@ -44,6 +46,7 @@ _RANK_PARTS = {
     "other": _OTHER,
     "unrecorded": palette.UNRECORDED,
 }
+_RANGE = ("low", "high")  # columns with the range of the losses of a group of seeds
 _BARS = 16  # maximum number of ranks in the straggler chart, and of hosts in the traffic chart
 _NAME_LENGTH = 32  # maximum length of a host name in charts
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
@@ -57,7 +60,8 @@ class Lines(NamedTuple):
 
     `lines` and `lower` are dicts from label to (x values, y values). `marks` is a dict from the x
     value of a vertical line to its label. If lines may `coincide`, earlier lines are thicker than
-    later ones. If `top` is given, the y axis ranges from 0 to `top`.
+    later ones. If `top` is given, the y axis ranges from 0 to `top`. `bands` is a dict from the
+    label of a line to the range around it: (x values, lower limits, upper limits).
     """
 
     xlabel: str
@@ -68,6 +72,7 @@ class Lines(NamedTuple):
     marks: dict | None = None
     coincide: bool = True
     top: float | None = None
+    bands: dict | None = None
 
     def widths(self, thickest: float, thinnest: float) -> Sequence[float]:
         """Return the widths of the lines, which lie between the given limits."""
@@ -115,17 +120,56 @@ class LoadMaps(NamedTuple):
 # Charts that compare several runs
 
 
+def averaged(runs: Sequence[RunAnalysis], groups: Sequence[SeedGroup]) -> list[RunAnalysis]:
+    """Return one run per group of seeds, with the mean losses and the rank tables of its runs."""
+    found = []
+    for group in groups:
+        members = [runs[index] for index in group.runs]
+        if len(members) == 1:
+            found.append(members[0])
+            continue
+        tables = {
+            name: _mean_losses([run.tables[name] for run in members])
+            for name in ("loss", "evaluation", "validation")
+        }
+        tables["ranks"] = [row for run in members for row in run.tables["ranks"]]
+        tables = members[0].tables | tables | {"attempts": []}
+        found.append(replace(members[0], label=group.label, tables=tables))
+    return found
+
+
+def _mean_losses(tables):
+    """Return the mean loss and its range `low` to `high` for each step that all tables contain."""
+    losses = defaultdict(list)
+    for row in (row for rows in tables for row in rows):
+        losses[row.get("text"), row["step"]].append(row["loss"])
+    return [
+        {"text": text, "step": step}
+        | dict.fromkeys(("loss", *_RANGE))
+        | ({} if None in each else {"loss": np.mean(each), "low": min(each), "high": max(each)})
+        for (text, step), each in losses.items()
+        if len(each) == len(tables)
+    ]
+
+
+def _band(rows):
+    columns = ((np.nan if row[key] is None else row[key] for row in rows) for key in _RANGE)
+    return [row["step"] for row in rows], *map(list, columns)
+
+
 def loss(runs: Sequence[RunAnalysis]) -> Lines:
     """Return the plot of the training and validation loss curves of all runs.
 
     If there are several validation texts, each text has a separate curve. The names of the curves
     contain the name of the run if there are several runs. The lower panel shows the difference of
-    each training loss from the first run's training loss.
+    each training loss from the first run's training loss. Groups of seeds have a band.
     """
     several = len(runs) > 1
     lines = {run.label if several else "training": _losses(run.tables["loss"]) for run in runs}
     first, *others = lines.items()
     lower = {label: _difference(line, first[1]) for label, line in others}
+    ranges = {label: run.tables["loss"] for label, run in zip(lines, runs)}
+    bands = {label: _band(rows) for label, rows in ranges.items() if rows and "low" in rows[0]}
     for run in runs:
         name = f"{run.label}, validation" if several else "validation"
         if run.tables["evaluation"]:
@@ -135,7 +179,7 @@ def loss(runs: Sequence[RunAnalysis]) -> Lines:
             lines[f"{name} on {text}"] = _losses(rows)
     lower_ylabel = "difference from\nthe first run [nat]"
     chart = Lines("training step", "loss [nat per token]", lines, lower_ylabel, lower or None)
-    return chart._replace(marks=_marks(runs), coincide=several)
+    return chart._replace(marks=_marks(runs), coincide=several, bands=bands or None)
 
 
 def step_times(run: RunAnalysis) -> Lines:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.analyze.report import charts
 from hpc3d.analyze.report.cards import any_loss
@@ -14,13 +14,14 @@ from hpc3d.comm.mesh import along
 from hpc3d.console.sanitize import counted
 
 if TYPE_CHECKING:
-    from hpc3d.analyze.report.run_analysis import RunAnalysis
+    from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
 
 
 _RESUMED = (
     "Each dashed vertical line marks a resumption of the run. Its label names the attempt and, if"
     " it changed, the layout."
 )
+_SEEDS = "The curve of a group of seeds is the mean, and the band is the range of its runs."
 
 
 class Picture(NamedTuple):
@@ -32,15 +33,15 @@ class Picture(NamedTuple):
     chart: tuple
 
 
-def of_runs(
-    runs: Sequence[RunAnalysis], tables: Mapping[str, list[dict[str, Any]]]
-) -> Iterator[Picture]:
+def of_runs(report: Report) -> Iterator[Picture]:
     """Yield the figures that compare runs. For a single run, yield only the loss figure."""
+    tables, runs = report.tables, charts.averaged(report.runs, report.groups)
     if any(map(any_loss, runs)):
         chart = charts.loss(runs)
-        yield Picture("loss", "Loss by training step", _RESUMED if chart.marks else "", chart)
+        captions = [_RESUMED] * bool(chart.marks) + [_SEEDS] * bool(chart.bands)
+        yield Picture("loss", "Loss by training step", " ".join(captions), chart)
     if tables["scaling"]:
-        caption = "Step time breakdown, averaged over steps and ranks."
+        caption = "Step time breakdown, averaged over steps, ranks, and the runs of a group."
         yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
     if tables["scaling"] and (speedup := charts.speedup(tables["scaling"])):
         caption = (

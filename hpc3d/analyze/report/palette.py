@@ -31,6 +31,7 @@ WORK = {
 UNRECORDED = PALE  # time not covered by any event
 PATH = "#E0007A"  # critical path, which is drawn on top of boxes of all colors
 MARK = "#808080"  # resume of a run, on light and dark pages
+BAND = 0.2  # opacity of the range of the curves of a group
 LATE = "#B3123F"  # wait time that a rank imposes on other ranks
 
 # Colors of totals over all phases: computation, exposed communication, and all recorded events.

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines
 from hpc3d.analyze.report.gantt import Panels, color_of, is_thin, name_of, order_of
-from hpc3d.analyze.report.palette import DASHES, MARK, PATH, RUNS, UNRECORDED
+from hpc3d.analyze.report.palette import BAND, DASHES, MARK, PATH, RUNS, UNRECORDED
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes, rest
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def _lines(chart: Lines):
     upper = _panel(chart, chart.ylabel, chart.lines, colors, 290 + 20 * len(chart.lines))
     if chart.top:
         upper.y_range.update(start=0, end=chart.top)
+    for label, band in (chart.bands or {}).items():
+        upper.varea(*band, fill_color=colors[label], fill_alpha=BAND)
     _legend(upper, "vertical")
     _mark(upper, chart.marks or {}, labeled=True)
     if not chart.lower:

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines, LoadMaps
 from hpc3d.analyze.report.gantt import Panels, gantt
-from hpc3d.analyze.report.palette import DASHES, MARK, PATH, RUNS, UNRECORDED, default_style
+from hpc3d.analyze.report.palette import BAND, DASHES, MARK, PATH, RUNS, UNRECORDED, default_style
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes, path, rest
 from hpc3d.runtime.optional_packages import need
 
@@ -133,9 +133,11 @@ def _lines(chart: Lines):
     figure, axes = empty(WIDTH, 2.4 + 1.2 * rows, rows, height_ratios=(2, 1)[:rows])
     colors = {label: RUNS[index % len(RUNS)] for index, label in enumerate(chart.lines)}
     dashes = dict(zip(chart.lines, cycle(DASHES)))
-    for (label, line), width in zip(chart.lines.items(), chart.widths(6.0, 1.2)):
+    for (label, line), width in zip(chart.lines.items(), chart.widths(4.0, 1.2)):
         style = _style(colors[label], width, dashes[label])
         axes[0].plot(*line, label=_escaped(label), **style)
+    for label, band in (chart.bands or {}).items():
+        axes[0].fill_between(*band, color=colors[label], alpha=BAND, linewidth=0)
     for label, line in (chart.lower or {}).items():
         axes[1].plot(*line, **_style(colors[label], 1.4, dashes[label]))
     if chart.top:

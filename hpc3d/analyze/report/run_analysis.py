@@ -41,6 +41,7 @@ from hpc3d.analyze.metrics.wait_states import calls_of, incomplete, wait_rows
 from hpc3d.analyze.picture.rank_blocks import RankBlocks
 from hpc3d.analyze.report.step_timeline import Timeline, other_steps, timeline
 from hpc3d.analyze.run_comparison import (
+    SeedGroup,
     comparison_verdict,
     repeated_seeds,
     scaling_table,
@@ -50,7 +51,7 @@ from hpc3d.analyze.run_comparison import (
     with_references,
 )
 from hpc3d.config.resolve import violated
-from hpc3d.console.sanitize import sanitized_lines, sanitized_tree
+from hpc3d.console.sanitize import sanitized, sanitized_lines, sanitized_tree
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.trace_config import one_time
@@ -120,6 +121,8 @@ class Report(NamedTuple):
     verdict
         One line of text per run, or per group of runs that differ only in the seed: its step time
         and losses, compared with the first run or with a run of the same model size.
+    groups
+        Groups of runs that differ only in the seed, with sanitized labels.
     """
 
     runs: list
@@ -127,6 +130,7 @@ class Report(NamedTuple):
     notes: list
     differing: dict
     verdict: list
+    groups: list[SeedGroup]
 
 
 def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
@@ -160,7 +164,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     verdict = [*comparison_verdict(speeds, tables["runs"], groups)]
     limits = [*notes(traces, named), *repeated_seeds(groups, labels)]
     texts = tables, limits, differ, verdict
-    return Report(runs, *sanitized_tree(texts))
+    groups = [group._replace(label=sanitized(group.label)) for group in groups]
+    return Report(runs, *sanitized_tree(texts), groups)
 
 
 def analyze_run(

@@ -89,7 +89,7 @@ def _write_tables(report, folder):
 
 def _pictures(report):
     """Return dicts from file name to figure: one dict for the comparison, then one per run."""
-    found = [{each.name: each for each in figure_list.of_runs(report.runs, report.tables)}]
+    found = [{each.name: each for each in figure_list.of_runs(report)}]
     for number, run in enumerate(report.runs, 1):
         suffix = f"-{number}" if len(report.runs) > 1 else ""
         found.append({each.name + suffix: each for each in figure_list.of_run(run)})

@@ -1,5 +1,6 @@
 """Contents of charts, independent of the plotting library."""
 
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -7,10 +8,16 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from hpc3d.analyze.metrics.expert_loads import ExpertLoads
-from hpc3d.analyze.report import charts, palette
+from hpc3d.analyze.report import charts, palette, plot_bokeh, plot_matplotlib
+from hpc3d.analyze.run_comparison import SeedGroup
 from hpc3d.comm.grid import AXES
 from hpc3d.comm.mesh import WORLD
 from hpc3d.trace.schema import CATEGORY
+
+RANK_COLUMNS = [
+    f"{part}_s"
+    for part in ("compute", "exposed", "transfer", "wait", "copy", "other", "unrecorded")
+]
 
 
 def test_traffic_matrix_of_many_ranks_is_binned():
@@ -49,6 +56,35 @@ def test_speedup_series_start_at_a_single_rank_baseline():
 
 def test_unrelated_runs_have_no_speedup_chart():
     assert charts.speedup([scaled("3d", 8, 1.0), scaled("1d", 4, 0.5)]) is None
+
+
+@dataclass
+class Seed:
+    """The parts of a run that are averaged over the runs of a group."""
+
+    label: str
+    tables: dict
+
+
+def seed(name, *losses, compute_s=1.0):
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
+    tables = {key: [] for key in ("evaluation", "validation", "attempts")}
+    ranks = [dict.fromkeys(RANK_COLUMNS, 0.0) | {"compute_s": compute_s}]
+    return Seed(name, tables | {"loss": rows, "ranks": ranks})
+
+
+def test_groups_of_seeds_have_one_curve_with_a_band_and_one_bar():
+    runs = [seed("a, 1", 5.0, 3.0, 2.0), seed("b", 4.0, 2.0), seed("a, 2", 7.0, 2.0, compute_s=3)]
+    groups = [SeedGroup("a (2 seeds)", {1: [0], 2: [2]}), SeedGroup("b", {1: [1]})]
+    drawn = charts.averaged(runs, groups)
+    chart, bars = charts.loss(drawn), charts.runs(drawn)
+    assert chart.lines == {"a (2 seeds)": ([0, 1], [6.0, 2.5]), "b": ([0, 1], [4.0, 2.0])}
+    assert chart.bands == {"a (2 seeds)": ([0, 1], [5.0, 2.0], [7.0, 3.0])}
+    assert chart.lower == {"b": ([0, 1], [-2.0, -0.5])}
+    assert (bars.labels, bars.parts["compute"][1]) == (["a (2 seeds)", "b"], [2e3, 1e3])
+    (band,) = plot_matplotlib.draw(chart).axes[0].collections
+    assert band.get_datalim(band.axes.transData).intervaly.tolist() == [2, 7]
+    assert "VArea" in {type(each).__name__ for each in plot_bokeh.draw(chart).references()}
 
 
 def loads(steps, layers):

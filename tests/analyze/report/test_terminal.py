@@ -87,5 +87,5 @@ def test_simulated_step_reports_no_loss_and_no_straggler_waits(tmp_path):
     assert not any("wait" in line or line.startswith("loss") for line in said)
     assert run.tables["stragglers"] == []
     assert report.tables["runs"][0]["loss_step"] is None
-    assert "loss" not in {picture.name for picture in figure_list.of_runs([run], report.tables)}
+    assert "loss" not in {picture.name for picture in figure_list.of_runs(report)}
     assert "stragglers" not in {picture.name for picture in figure_list.of_run(run)}
