@@ -134,6 +134,7 @@ def times(*names: str) -> tuple[ColumnSpec, ...]:
 # Table formats
 
 
+_RULE = 2  # minimum width of a column: the rule of a column of numbers is at least -:
 _MARKDOWN = str.maketrans({char: rf"\{char}" for char in "\\`*[]<>|&"})
 
 
@@ -158,7 +159,7 @@ def _column(field, values):
     Text is left-aligned, and numbers are right-aligned.
     """
     cells = [field.heading, *values]
-    width = max(map(len, cells))
+    width = max(_RULE, *map(len, cells))
     if field.is_text:
         rule, align = "-" * width, str.ljust
     else:

@@ -1,6 +1,7 @@
 """Format of table values."""
 
 import csv
+import re
 
 import pytest
 
@@ -30,6 +31,12 @@ def test_markdown_table_is_aligned_and_escapes_separators():
         "| gemm            |     1,500 |    3 |",
         r"| 50% of a_b \| c |         - |    - |",
     ]
+
+
+def test_rule_of_a_narrow_column_has_a_dash():
+    fields = (ColumnSpec("d", "d", "{}".format), ColumnSpec("s", "s"))
+    rule = markdown(fields, [{"d": 4, "s": "a"}]).splitlines()[1]
+    assert all(re.fullmatch(r" -+:? ", cell) for cell in rule.strip("|").split("|"))
 
 
 def test_latex_table_uses_booktabs_and_escapes_special_characters():
