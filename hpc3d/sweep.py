@@ -105,7 +105,7 @@ def _list(points: Sequence[SweepPoint], folder: Path, words: str) -> None:
 
     done = [finished(point, folder) is not None for point in points]
     for point, is_done in zip(points, done, strict=True):
-        print(f"{point.number:5d}  {'finished' if is_done else '-':8}  {point}")
+        print(f"{point.number:5d}  {'finished' if is_done else 'unfinished':10}  {point}")
     print(f"{counted(len(points), 'point')}, {sum(done)} finished")
     ranks = max(point.ranks for point in points)
     array = f"--array=0-{len(points) - 1} --ntasks={ranks}"

@@ -14,7 +14,7 @@ from tests.library.tiny import MODEL
 from tests.mpi import surroundings
 from tests.runs import assert_gone, ended, wait_for
 
-TINY = [word for key, value in MODEL.items() for word in (f"--{key}", str(value))]
+TINY = "".join(f"{key} = {value!r}\n" for key, value in MODEL.items())
 SIMULATED = """
 [sweep]
 machine = "h100"
@@ -29,10 +29,10 @@ def study(tmp_path):
 
     def of(text):
         path = tmp_path / "study.toml"
-        path.write_text(f"train.batch = 8\ntrain.steps = 8\n{text}")
+        path.write_text(f"{TINY}train.batch = 8\ntrain.steps = 8\n{text}")
 
         def command(*words):
-            return ended(sweep.main, path, "--out", tmp_path / "out", *TINY, *words)
+            return ended(sweep.main, path, "--out", tmp_path / "out", *words)
 
         return command
 
@@ -64,12 +64,12 @@ def test_only_unfinished_points_are_simulated(study, capsys, tmp_path):
 
 def test_list_prints_the_points_and_the_job_array(study, capsys, tmp_path):
     run = study("[sweep]\nranks = [1, 4]\nseed = [1, 2]")
-    assert run("--list") == 0
+    assert run("--list", "--model.layers", "2") == 0
     *points, count, job = capsys.readouterr().out.splitlines()
-    assert (len(points), points[2]) == (4, "    2  -         ranks=4 seed=1")
+    assert (len(points), points[2]) == (4, "    2  unfinished  ranks=4 seed=1")
     assert count == "4 points, 0 finished"
-    words = f"jobs/sweep.sbatch {tmp_path}/study.toml --out {tmp_path}/out --model.layers 1 "
-    assert job.startswith(f"as a job array: sbatch --array=0-3 --ntasks=4 {words}")
+    words = f"jobs/sweep.sbatch {tmp_path}/study.toml --out {tmp_path}/out --model.layers 2"
+    assert job == f"as a job array: sbatch --array=0-3 --ntasks=4 {words}"
     assert not (tmp_path / "out").exists()
 
 
@@ -91,6 +91,12 @@ def test_failed_point_is_reported_and_the_others_are_run(study, capsys, tmp_path
         (["--table"], "out: no point is finished; run the study without --table"),
         (["--point", "2"], "--point 2: the last point is 1"),
         (["--sweep.model.hidden", "32,3"], "model.hidden=3: "),
+        (["--model.hidden", "128"], "sets this key; use --sweep.model.hidden 128\n"),
+        (["--seed=9", "--sweep.a", "[{seed = 1}]"], "sets this key; change sweep.a\n"),
+        (["--ranks", "4"], "--ranks 4: the axis sweep.ranks sets this key; use --sweep.ranks 4\n"),
+        (["--repetitions", "2"], "not a key of an input file; use --sweep.repetitions 2\n"),
+        (["--sweep.foo", "1,2"], "trace, run, ranks, machine, repetitions\n"),
+        (["--sweep.rank", "1,2"], "sweep.rank: unknown key; did you mean ranks?\n"),
     ],
 )
 def test_invalid_request_is_one_line(words, line, study, capsys):
@@ -104,7 +110,7 @@ def test_killed_sweep_continues(study, capsys, tmp_path):
     """Finished points are not run again, and a run with a checkpoint is resumed."""
     run, runs = study("[sweep]\nranks = 1\nseed = [1, 2]"), tmp_path / "out/runs"
     more = ["--train.steps", "150", "--checkpoint.every", "10"]
-    words = [tmp_path / "study.toml", "--out", tmp_path / "out", *TINY, *more]
+    words = [tmp_path / "study.toml", "--out", tmp_path / "out", *more]
     command = [sys.executable, "-m", "hpc3d.sweep", *map(str, words)]
     with subprocess.Popen(command, env=os.environ | surroundings()) as process:
         wait_for(lambda: [*runs.glob("*seed2*/checkpoints/step-????????")])

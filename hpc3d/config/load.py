@@ -316,12 +316,15 @@ def _foreign(key: str, value: Any) -> Iterator[str]:
         yield from _foreign(f"{key}.{name}", part)
 
 
-def hint(key: str, table: bool = False) -> str:
-    """Return a hint for an unknown key: the most similar valid name, or all valid names."""
+def hint(key: str, table: bool = False, more: Sequence[str] = ()) -> str:
+    """Return a hint for an unknown key: the most similar valid name, or all valid names.
+
+    `more` contains additional valid names.
+    """
     *sections, name = key.split(".")
     if said := familiar(name):
         return said
-    known = known_keys()
+    known = [*known_keys(), *more]
     here = [each for each in known if each.split(".")[:-1] == sections]
     tables = [each for each in here if _is_section(each)] if table and not sections else []
     for keys in [tables] if tables else [here, known]:

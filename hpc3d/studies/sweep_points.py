@@ -54,6 +54,7 @@ COLUMNS = {"point", "repetition", "runs", "loss", "validation_loss", "tokens_per
 COLUMNS |= {"step_s", "step_s_low", "step_s_high", "received_bytes", "peak_bytes"}
 _OPTION = "--sweep."
 _RANKS, _MACHINE, _REPETITIONS, _LABEL = "ranks", "machine", "repetitions", "label"
+_OWN = _RANKS, _MACHINE, _REPETITIONS  # keys of [sweep] that are not keys of an input file
 _KEYS = {*flat(Config()), _RANKS, _MACHINE}
 _LONGEST = 80  # maximum number of characters of the axes in a name
 _DIGITS = 10  # number of hexadecimal digits of a key
@@ -123,6 +124,7 @@ def points_of(study: Path | str, words: Sequence[str]) -> list[SweepPoint]:
     tree, table = _read(study, words)
     repetitions = table.pop(_REPETITIONS, 1)
     axes = _axes(table, repetitions)
+    refuse([*_without_effect(words, axes)])
     found: list[SweepPoint] = []
     problems: dict[str, dict[str, None]] = {}
     for choices in product(*axes.values()):
@@ -154,6 +156,20 @@ def _read(study: Path | str, words: Sequence[str]) -> tuple[dict[str, Any], dict
         raise ValueError(f"{study}: no axes; add a table [sweep], or options --sweep.KEY A,B,C")
     deprecated_keys.warn(override(tree, rest))
     return tree, table
+
+
+def _without_effect(words: Sequence[str], axes: Mapping[str, Sequence[_Choice]]) -> Iterator[str]:
+    """Yield an error for each option `--section.key VALUE` whose key is set by an axis."""
+    pairs = [pair for pair in options(words) if not pair[0].startswith(_OPTION)]
+    keys, _ = deprecated_keys.rename_options([option[2:] for option, _ in pairs])
+    for (option, text), key in zip(pairs, keys, strict=True):
+        given, remedy = f"{option} {text}", f"use {_OPTION}{key} {text}"
+        setting = (axis for axis in axes if any(key in each.settings for each in axes[axis]))
+        if axis := next(setting, None):
+            remedy = remedy if axis == key else f"change sweep.{axis}"
+            yield f"{given}: the axis sweep.{axis} sets this key; {remedy}"
+        elif key in _OWN:
+            yield f"{given}: not a key of an input file; {remedy}"
 
 
 def _located(problems: Mapping[str, Collection[str]], some_valid: bool) -> Iterator[str]:
@@ -221,7 +237,7 @@ def _choices(name: str, values: Sequence[Any]) -> list[_Choice]:
             raise ValueError(f"{where}: this name is reserved or invalid; rename the axis")
         found = [_several_keys(where, dict(_flat(value))) for value in values]
     else:
-        raise ValueError(f"{where}: unknown key; {hint(name)}")
+        raise ValueError(f"{where}: unknown key; {hint(name, more=_OWN)}")
     for number, choice in enumerate(found):
         if choice.settings in [other.settings for other in found[:number]]:
             raise ValueError(f"{where}: {choice.text} occurs twice; remove one of them")
