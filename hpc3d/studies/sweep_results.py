@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hpc3d import trace
@@ -26,7 +25,7 @@ from hpc3d.analyze.metrics.step import (
 from hpc3d.config.load import to_toml
 from hpc3d.console import small_files
 from hpc3d.predict.predicted_step import predicted_step
-from hpc3d.predict.simulation.summary import mean_received
+from hpc3d.predict.simulation.summary import received_per_rank
 from hpc3d.runtime.metrics_file import VALIDATION_LOSS_OF
 
 if TYPE_CHECKING:
@@ -55,9 +54,7 @@ def simulate(point: SweepPoint, folder: Path) -> None:
     measures = {
         "step_s": step.summary["step_time_s"],
         "tokens_per_s": step.summary["tokens_per_s"],
-        "received_bytes": fmean(
-            mean_received(run, point.config.parallel.local_steps) for run in step.runs
-        ),
+        "received_bytes": received_per_rank(step.runs, step.config),
         "peak_bytes": step.summary["memory"]["worst"]["all"],
     }
     with small_files.replacing(_file(point, folder, "json")) as temporary:

@@ -11,9 +11,11 @@ from tests.mpi import JOB_LOCK
 
 @pytest.mark.slow
 def test_measured_row_equals_the_simulated_row(tmp_path):
-    """Compare bytes and memory for a pipeline whose stages receive different numbers of bytes."""
+    """Compare bytes and memory for ranks that receive different numbers of bytes."""
     study = tmp_path / "study.toml"
-    study.write_text("[sweep]\nranks = 2\nmesh.p = 2\ntrain.steps = 8\ntrain.eval_every = 8\n")
+    study.write_text(
+        "[sweep]\nranks = 4\nmesh.p = 2\nmesh.d = 2\ntrain.steps = 8\ntrain.eval_every = 8\n"
+    )
     sizes = MODEL | {"model.layers": 2, "train.batch": 8, "data.validation": 0.01}
     words = [f"--{key}={value}" for key, value in sizes.items()]
     (point,) = points_of(study, words)

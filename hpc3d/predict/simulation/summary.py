@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpc3d.analyze.metrics.mfu import model_flops
+from hpc3d.comm.mesh import WORLD, groups_of
 from hpc3d.predict.error_intervals import interval
 from hpc3d.predict.simulation.count import COMM, moved_by
 from hpc3d.predict.simulation.simulator import (
@@ -25,7 +26,14 @@ from hpc3d.predict.simulation.simulator import (
     vocabulary_of,
 )
 from hpc3d.predict.simulation.step_sections import sections, time_of
-from hpc3d.trace.schema import CATEGORY, MEMORY_KIND, MESSAGE_CODES
+from hpc3d.trace.schema import (
+    CATEGORY,
+    DTYPE,
+    MEMORY_KIND,
+    MESSAGE_CODES,
+    OP,
+    item_sizes,
+)
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.simulation.simulator import StageRun
 
 _COPY = CATEGORY.index("copy")
+_ITEM_SIZES = item_sizes(dict(enumerate(DTYPE)))
 
 
 def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[str, Any]:
@@ -197,3 +206,33 @@ def mean_received(run: StageRun, every: int) -> float:
     if not run.agreement:
         return local
     return local + (total_received(moved(run.agreement)) - local) / every
+
+
+def received_per_rank(runs: Sequence[StageRun], config: Config) -> float:
+    """Return the bytes that a rank receives per step, averaged over all ranks and steps."""
+    local = _received_per_rank(runs, config)
+    if not runs[0].agreement:
+        return local
+    agreeing = _received_per_rank(agreement_of(runs), config)
+    return local + (agreeing - local) / config.parallel.local_steps
+
+
+def _received_per_rank(runs: Sequence[StageRun], config: Config) -> float:
+    """Return the bytes that a rank receives in a step, averaged over all ranks.
+
+    In a broadcast or a reduction to a root, one member of the group receives no data. The
+    simulated rank of a class can be this member, so its own bytes are not the mean.
+    """
+    grid, received = config.grid(), 0.0
+    sizes = {WORLD: grid.size} | {name: len(each) for name, each in groups_of(grid, {}).items()}
+    for run in chain(*(each.classes for each in runs)):
+        members = np.array([sizes.get(axis, 1) for axis in run.axes])
+        owned = np.isin(run.axes, config.splits["dense"].own.split())
+        for rows, shifts in run.events.kinds:
+            calls = rows[(rows["category"] == COMM) & (rows["op"] != OP.index("send"))]
+            block, size = calls["count"] * _ITEM_SIZES[calls["dtype"]], members[calls["group"]]
+            broadcast = (calls["op"] == OP.index("broadcast")) & ~owned[calls["group"]]
+            rooted = broadcast | (calls["op"] == OP.index("reduce"))
+            found = np.where(rooted, block * (size - 1) / size, calls["bytes"])
+            received += run.ranks * len(shifts) * float(found.sum())
+    return received / grid.size

@@ -2,9 +2,15 @@
 
 import pytest
 
+from hpc3d.predict.simulation.count import every_rank
 from hpc3d.predict.simulation.memory_recorder import TraceRows
 from hpc3d.predict.simulation.simulator import step_length
-from hpc3d.predict.simulation.summary import mean_received, summary, total_received
+from hpc3d.predict.simulation.summary import (
+    mean_received,
+    received_per_rank,
+    summary,
+    total_received,
+)
 from tests.predict.fixed import MACHINE
 from tests.predict.simulation.test_simulator import simulated
 
@@ -49,6 +55,32 @@ def test_local_updates_are_averaged_over_the_steps_between_agreements():
     received = mean_received(every[1][1][0], 1), mean_received(every[4][1][0], 4)
     assert received[0] == total_received(always["bytes"])
     assert 4 * received[1] == received[0] + 3 * total_received(mean["bytes"])
+    (one, agreeing), (four, runs) = every.values()
+    local = received_per_rank([run._replace(agreement=None) for run in runs], four)
+    mixed = (received_per_rank(agreeing, one) + 3 * local) / 4
+    assert received_per_rank(runs, four) == pytest.approx(mixed) and mixed > local
+
+
+AVERAGED = """
+x=4 schedule=none microbatches=1
+p=2 d=2 x=2 schedule=1f1b microbatches=2 zero=2 optimizer=muon
+d=3 x=2 schedule=none microbatches=2 zero=1 optimizer=muon batch=12
+p=2 x=2 scheme=3d-broadcast schedule=zb-h1 microbatches=4
+x=2 y=2 z=3 schedule=none microbatches=2 hidden=72 scheme=3d-broadcast
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", AVERAGED)
+def test_mean_of_received_bytes_counts_every_rank(line):
+    """Rank 0 receives no batch, because it reads the text."""
+    config, runs = simulated(line)
+    ranks = every_rank(config, config.model.vocabulary)
+    received = [
+        sum(size for (_, op, _), (_, size) in rank.moved().items() if op != "send")
+        for rank in ranks
+    ]
+    assert len({*received}) > 1
+    assert received_per_rank(runs, config) == pytest.approx(sum(received) / len(ranks), rel=1e-12)
 
 
 REPLAYED = """
