@@ -86,7 +86,8 @@ def prepare(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     arguments.tokenizer = _byte_or_file(arguments.tokenizer)
     output = _new_file(arguments)
-    texts = [text for path in arguments.texts for text in text_files(package_data.text_path(path))]
+    paths = map(package_data.text_path, arguments.texts)
+    texts = [text for path in paths for text in text_files(path, f"a {_SOURCES}")]
     tokenizer = _make_tokenizer(arguments, texts)
     size = sum(text.stat().st_size for text in texts)
     if not size:
@@ -108,6 +109,7 @@ def _check(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         complain("prepare", _without_key(error))
         return CHECK_FAILED
+    print(sanitized(f"{arguments.verify}: the SHA-256 of the tokens matches"))
     _describe(arguments.verify, arguments.json, seconds=time.perf_counter() - start)
     return 0
 
@@ -126,7 +128,15 @@ def _new_file(arguments: argparse.Namespace) -> Path:
             f"-o {output} already exists; choose another file, or replace it with --force"
         )
     if end and arguments.tokenizer in (None, "byte", "bpe"):
-        problems.append(f"--end {end}: only valid with --tokenizer FILE; leave it out")
+        name = arguments.tokenizer or ByteTokenizer.name
+        problems.append(
+            f"--end {end}: the end token of the tokenizer {name} is fixed; leave --end out"
+        )
+    problems += [
+        f"{path} is already a token file; specify texts, or train on this file"
+        for path in arguments.texts
+        if path.suffix == SUFFIX and path.is_file()
+    ]
     if problems:
         raise Problems(problems)
     return output

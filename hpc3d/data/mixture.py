@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,10 @@ def open_texts(
     Raises a one-line ValueError that begins with `data.path` if a text cannot be read, is in the
     mixture twice, or has another tokenizer than the first text.
     """
+    for path in map(str, paths):
+        if "," in path and not Path(path).exists():
+            listed = json.dumps(path.split(","))
+            raise ValueError(f"data.path: {path} does not exist; set several texts as '{listed}'")
     with ExitStack() as opened:
         parts = [opened.enter_context(open_tokens(path, tokenizer)) for path in paths]
         known: dict[str, str | Path] = {}

@@ -41,6 +41,7 @@ def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
         raise BadData(f"data.path: {path} is {fault} ({reason}); {remedy}") from error
 
 
+_ACCEPTED = "a text file, a folder of *.txt files, or a .h5 token file"
 # Magic bytes of gzip, bzip2, xz, Zstandard and zip files.
 _COMPRESSED = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"PK\3\4"
 
@@ -49,10 +50,10 @@ reading_text = partial(
 )
 
 
-def text_files(path: str | Path) -> list[Path]:
+def text_files(path: str | Path, accepted: str = _ACCEPTED) -> list[Path]:
     """Return `path` if it is a file, or the sorted `*.txt` files of a folder.
 
-    Raises ValueError if there is no such file.
+    Raises ValueError if there is no such file; the message names the `accepted` kinds of files.
     """
     if os.path.isfile(path):
         with open(path, "rb") as file:
@@ -61,10 +62,7 @@ def text_files(path: str | Path) -> list[Path]:
         return [Path(path)]
     if not os.path.isdir(path):
         what = "is not a regular file" if os.path.exists(path) else "does not exist"
-        raise ValueError(
-            f"data.path: {path!s:.200} {what}; use a text file, a folder of *.txt files, or a .h5 "
-            "token file"
-        )
+        raise ValueError(f"data.path: {path!s:.200} {what}; use {accepted}")
     try:
         found = (text for text in Path(path).iterdir() if text.name.endswith(".txt"))
         texts = sorted(text for text in found if text.is_file())

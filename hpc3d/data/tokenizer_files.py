@@ -46,22 +46,34 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
     """Return the tokenizer stored at the path `word`, or GPT-2's tokenizer if `word` is gpt2.
 
     `end_name` overrides the end-of-document token. Raises a one-line ValueError if there is no
-    valid tokenizer at the path.
+    valid tokenizer at the path, or the tokenizer has no such token.
     """
     path = Path(word)
     remedy = f"set --tokenizer to byte, bpe, gpt2, a token file ({SUFFIX}) or a {RULES}"
     library()
     with reading(path, "not a readable tokenizer", remedy):
-        if path.suffix == SUFFIX:
-            with TokenFile(path) as tokens:
-                return BpeTokenizer(tokens.json, end_name or tokens.end_name)
-        if word == "gpt2" and not path.exists():
-            return _byte_level(*_of_pair(*map(_kept_by_tiktoken, _GPT2_SHA256)), end_name)
-        if path.suffix == ".tiktoken":
-            return _byte_level(*_of_ranks(path), end_name)
-        if (rules := path / RULES if path.is_dir() else path).is_file() or not path.is_dir():
-            return BpeTokenizer(_text(rules), end_name or _told_end(rules.parent))
-        return _of_folder(path, end_name)
+        text, stored_end = _stored(path)
+        found = BpeTokenizer(text, None if end_name else stored_end)
+    if not end_name:
+        return found
+    try:
+        return BpeTokenizer(text, end_name)
+    except ValueError as error:
+        raise ValueError(f"--end {end_name}: {error} {word}; use one of its tokens") from None
+
+
+def _stored(path: Path) -> tuple[str, str | None]:
+    """Return the JSON text of a tokenizer, and the end token that its files name."""
+    if path.suffix == SUFFIX:
+        with TokenFile(path) as tokens:
+            return tokens.json, tokens.end_name
+    if str(path) == "gpt2" and not path.exists():
+        return _byte_level(*_of_pair(*map(_kept_by_tiktoken, _GPT2_SHA256))), None
+    if path.suffix == ".tiktoken":
+        return _byte_level(*_of_ranks(path)), None
+    if (rules := path / RULES if path.is_dir() else path).is_file() or not path.is_dir():
+        return _text(rules), _told_end(rules.parent)
+    return _of_folder(path), _told_end(path)
 
 
 def _told_end(folder: Path) -> str | None:
@@ -104,13 +116,12 @@ def _text(path: Path) -> str:
     return small_files.read(path, small_files.MOST_JSON).decode()
 
 
-def _of_folder(folder: Path, end_name: str | None) -> BpeTokenizer:
+def _of_folder(folder: Path) -> str:
     refuse_cache(folder)
     for names in _PAIRS:
         vocabulary, merges = (folder / name for name in names)
         if vocabulary.is_file() and merges.is_file():
-            found = _of_pair(_text(vocabulary), _text(merges))
-            return _byte_level(*found, end_name or _told_end(folder))
+            return _byte_level(*_of_pair(_text(vocabulary), _text(merges)))
     raise ValueError(f"the folder has neither {RULES} nor vocab.json and merges.txt")
 
 
@@ -142,10 +153,8 @@ def _folders_of_tiktoken() -> Iterator[Path]:
     yield Path(tempfile.gettempdir()) / "data-gym-cache"  # cache folder of older tiktoken versions
 
 
-def _byte_level(
-    numbers: Mapping[str, int], merges: _Merges, end_name: str | None = None
-) -> BpeTokenizer:
-    """Build a byte-level BPE tokenizer with GPT-2's pre-tokenizer from vocabulary and merges."""
+def _byte_level(numbers: Mapping[str, int], merges: _Merges) -> str:
+    """Return the JSON text of a byte-level BPE tokenizer with GPT-2's pre-tokenizer."""
     numbers = {str(token): int(number) for token, number in dict(numbers).items()}
     for pair in merges:  # the library panics on invalid merges
         if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
@@ -157,7 +166,7 @@ def _byte_level(
     tokenizer.pre_tokenizer = bpe.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = bpe.decoders.ByteLevel()
     tokenizer.add_special_tokens([name for name in ENDS if name in numbers])
-    return BpeTokenizer(tokenizer.to_str(), end_name)
+    return str(tokenizer.to_str())
 
 
 def _of_ranks(path: Path) -> tuple[dict[str, int], _Merges]:

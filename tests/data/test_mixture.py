@@ -151,6 +151,11 @@ def test_text_listed_twice_is_rejected(files):
         open_texts([files / "a.txt", files / "b.txt", files / "c.txt"], [1, 1, 1])
 
 
+def test_list_without_brackets_is_rejected_with_a_hint():
+    with pytest.raises(ValueError, match=r"""a\.h5,b\.h5 does .* as '\["a\.h5", "b\.h5"\]'"""):
+        open_texts(["a.h5,b.h5"], [1])
+
+
 def test_texts_with_different_tokenizers_are_rejected(files, bpe):
     write_tokens(files / "b.h5", [files / "b.txt"], bpe)
     for first, second, fix in (("a.txt", "b.h5", "byte"), ("b.h5", "a.txt", files / "b.h5")):

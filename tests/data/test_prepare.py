@@ -49,6 +49,7 @@ def test_sizes_that_token_ids_do_not_determine_are_unknown(capsys, tmp_path, tex
     _, lines, _ = call(capsys, "--verify", output, "--json")
     found = json.loads(lines[-1])
     assert (found["documents"], found["bytes"]) == (1, len(TEXT.encode()))
+    assert lines[0] == f"{output}: the SHA-256 of the tokens matches"
 
 
 def test_output_contains_no_json_without_the_option(capsys, text, output):
@@ -87,7 +88,7 @@ def test_token_file_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
         assert (row(output, tokenizer.name) == row(second, tokenizer.name)).all()
     words = (text, "-o", second, "--force", "--tokenizer", output, "--end", end)
     code, _, error = call(capsys, *words)
-    assert code == 2 and "--end" in error  # the byte tokenizer has only one end token
+    assert code == 2 and f"--end {end}: the end token of the tokenizer byte is fixed" in error
 
 
 def test_single_text_of_characters_needs_no_end_token(capsys, tmp_path, text, output):
@@ -127,7 +128,8 @@ def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, outpu
         (["text.txt", "-o", "new.txt"], "new.txt: ... .h5"),
         (["text.txt", "-o", "none/new.h5"], "none"),
         (["text.txt", "-o", "old.h5"], "--force"),
-        (["none.txt", "-o", "new.h5"], "none.txt "),
+        (["none.txt", "-o", "new.h5"], "none.txt ... .jsonl or .parquet file, ... .bin file"),
+        (["old.h5", "-o", "new.h5"], "old.h5 is already a token file; specify texts, or train"),
         (["bad.dat", "-o", "new.h5"], "bad.dat ... UTF-8"),
         (["text.txt", "bad.dat", "-o", "old.h5", "--force"], "bad.dat ... UTF-8"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "300"], "--vocabulary 300: ... 256"),

@@ -209,7 +209,8 @@ def test_documents_without_a_known_end_token_are_rejected(tmp_path, prepared, bp
     (tmp_path / "a.txt").write_text("the cat")
     words = "a.txt", "--tokenizer", str(tmp_path)
     assert "--end" in prepared(*words)
-    assert "'<|none|>' is not a token" in prepared(*words, "--end", "<|none|>")
+    error = prepared(*words, "--end", "<|none|>")
+    assert f"--end <|none|>: '<|none|>' is not a token of the tokenizer {tmp_path}; use" in error
     ids, tokenizer, _ = prepared(*words, "--end", "<|over|>")
     assert ids[-1] == tokenizer.end == 0 and tokenizer.end_name == "<|over|>"
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|over|>"}}')
