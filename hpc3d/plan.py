@@ -267,6 +267,7 @@ def _mark(fit: Fit) -> str:
 
 def _resort_lines(resorted: ResortedLayouts) -> Iterator[str]:
     """Yield lines that explain which memory-saving technique makes the layouts fit in memory."""
+    from hpc3d.library.found_layouts import line
     from hpc3d.predict.planning.planned_layouts import nearest_in_words
     from hpc3d.predict.planning.ranking import estimated
 
@@ -329,11 +330,10 @@ def show(
 
     `mark` is printed before each of the best layouts.
     """
+    from hpc3d.library.found_layouts import line, table
     from hpc3d.training.graphed_step import graph_in_words
 
-    print("         step    memory  bubble  comm.  axis  layout")
-    for number, row in enumerate(best, 1):
-        print(f"{number:3d}{mark}{line(row)}")
+    print(*table(best, mark), sep="\n")
     print("(comm.: share of the step time; axis: mesh axis with the longest waiting time)")
     if (first := best[0].config).train.backend == "cupy":
         print(f"CUDA graph of layout 1: {graph_in_words(first)}")
@@ -372,19 +372,6 @@ def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
         print(line)
     if applied:
         print(sanitized(f"the best layout was written to {applied}"))
-
-
-def line(row: RankedLayout) -> str:
-    """Format a layout as a table row."""
-    from hpc3d.predict.planning.planned_layouts import gigabytes
-    from hpc3d.predict.planning.ranking import shown_layout
-
-    about = "" if row.simulated else "~"
-    bubble = f"{row.bubble:.1%}" if row.config.mesh.p > 1 else "-"  # no bubble without stages
-    return (
-        f"{about + readable_time(row.seconds):>10s} {gigabytes(row.peak):>9s} {bubble:>6s} "
-        f"{row.communication:6.1%}  {row.axis:5s} {shown_layout(row.config)}".rstrip()
-    )
 
 
 def _over(row: RankedLayout, memory: float) -> str:

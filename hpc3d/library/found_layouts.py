@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.console.command_line import readable_time
 from hpc3d.library.step_prediction import frame_of
-from hpc3d.predict.planning.planned_layouts import PlannedLayouts, ResortedLayouts, input_with
+from hpc3d.predict.planning.planned_layouts import (
+    PlannedLayouts,
+    ResortedLayouts,
+    gigabytes,
+    input_with,
+)
 from hpc3d.predict.planning.ranked_layouts import as_plain
 from hpc3d.predict.planning.ranking import RankedLayout, shown_layout
 
@@ -24,7 +31,7 @@ class FoundLayouts(list[dict[str, Any]]):
     Each item is a dict with the keys `layout` (sections of an input file), `step_time_s`
     (estimated, or simulated if `simulated` is true), `bubble` and `communication` (fractions of
     the step time), `axis` (the axis with the longest waits) and `peak_bytes` (peak memory of the
-    rank with the highest peak, in B).
+    rank with the highest peak, in B). `str` returns the table that `plan` prints.
 
     Attributes
     ----------
@@ -105,8 +112,29 @@ class FoundLayouts(list[dict[str, Any]]):
         Path(path).write_text(text, encoding="utf-8")
         return Path(path)
 
+    def __str__(self) -> str:
+        technique = [f"All layouts use {self.technique}."] if self.technique else []
+        return "\n".join([*technique, *table(self._rows)])
+
     def _repr_html_(self) -> str:
         return self.frame().to_html(index=False)
+
+
+def table(rows: Sequence[RankedLayout], mark: str = " ") -> Iterator[str]:
+    """Yield the lines of a text table of layouts; `mark` precedes each layout."""
+    yield "         step    memory  bubble  comm.  axis  layout"
+    for number, row in enumerate(rows, 1):
+        yield f"{number:3d}{mark}{line(row)}"
+
+
+def line(row: RankedLayout) -> str:
+    """Format a layout as a table row."""
+    about = "" if row.simulated else "~"
+    bubble = f"{row.bubble:.1%}" if row.config.mesh.p > 1 else "-"  # no bubble without stages
+    return (
+        f"{about + readable_time(row.seconds):>10s} {gigabytes(row.peak):>9s} {bubble:>6s} "
+        f"{row.communication:6.1%}  {row.axis:5s} {shown_layout(row.config)}".rstrip()
+    )
 
 
 def _row(row: RankedLayout) -> dict[str, Any]:

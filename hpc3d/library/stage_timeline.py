@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.ideal_run import IdealRun
 
 
+_COLUMNS = 120  # maximum width of the text diagram
+
+
 class StageTimeline:
     """Timeline of the pipeline stages under a schedule; `repr` returns a text diagram.
 
@@ -53,4 +56,4 @@ class StageTimeline:
         return Drawing(drawn(Panels([(title, spans(self._ideal.rows))])), title)
 
     def __repr__(self) -> str:
-        return f"{self._ideal.title}\n{draw(self._ideal.rows)}"
+        return f"{self._ideal.title}\n{draw(self._ideal.rows, _COLUMNS)}"

@@ -19,7 +19,9 @@ def layouts():
 def test_layouts_match_the_output_of_the_plan_command(layouts, capsys):
     words = ["--ranks", "2", "--top", "3", "--machine", "a100-selene", *WORDS, "--json"]
     assert main(["gpt-serial", *words]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])
+    assert f"{layouts}\n" in printed
     assert json.loads(json.dumps(layouts)) == found["layouts"]
     losers = layouts.losers()
     assert [*losers["reason"]] == [each["reason"] for each in found["losers"]]
@@ -35,6 +37,10 @@ def test_best_layout_is_first_and_can_be_written(layouts, tmp_path):
 
 
 def test_notebook_representation_shows_the_best_layout(layouts):
+    head, *lines = str(layouts).splitlines()
+    assert head.split() == ["step", "memory", "bubble", "comm.", "axis", "layout"]
+    assert len(lines) == len(layouts) and lines[0].startswith("  1 ")
+    assert all(f" {text}" in line for line, text in zip(lines, layouts.frame()["layout"]))
     frame = layouts.frame()
     assert [*frame["step_time_s"]] == [row["step_time_s"] for row in layouts]
     assert frame["layout"][0] in layouts._repr_html_()
@@ -45,5 +51,6 @@ def test_technique_is_proposed_if_nothing_fits(tmp_path):
     """The unchanged input requires 400 kB."""
     less = hpc3d.find_layouts("gpt-serial", 1, TINY, memory=3e5, top=1)
     assert less.technique == "train.optimizer=adafactor"
+    assert str(less).startswith("All layouts use train.optimizer=adafactor.\n")
     assert less[0]["peak_bytes"] <= 3e5
     assert load(less.write(tmp_path / "less.toml"), []).train.optimizer == "adafactor"

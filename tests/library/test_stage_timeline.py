@@ -18,6 +18,13 @@ def test_simulated_schedule_has_a_diagram_numbers_and_a_figure():
     assert found.timeline().figure.axes[0].get_ylabel() == "stage"
 
 
+def test_diagram_of_101_columns_is_complete():
+    found = hpc3d.simulate_schedule("zb-h1", 4, 8, weight=0.5)
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) == 101 and lines[1].endswith("B7--W7")
+    assert found.makespan == 24.5 and len(lines) == 5
+
+
 def test_figure_style_ignores_the_matplotlibrc(tmp_path):
     found = hpc3d.simulate_schedule("1f1b", 2, 3)
     with rc_context({"text.usetex": True, "font.family": "none"}):
