@@ -7,10 +7,11 @@ input file.  `source` is the path of an input file, or the name of an input ship
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from hpc3d.config.load import literal
 from hpc3d.config.package_data import DEFAULT_MACHINE
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _TOP = 10  # default number of layouts
 
 _Options = Mapping[str, Any]
+_P = ParamSpec("_P")
 
 
 def open_run(path: Path | str) -> OpenedRun:
@@ -128,10 +130,25 @@ def predict_step(
     return StepPrediction(predicted_step(source, _words(options), machine, ranks))
 
 
+def _ranks_may_be_second(function: Callable[_P, FoundLayouts]) -> Callable[_P, FoundLayouts]:
+    """Return `function`, which then also accepts the earlier order: source, ranks, options."""
+    any_order: Callable[..., FoundLayouts] = function
+
+    @wraps(function)
+    def call(*given: _P.args, **named: _P.kwargs) -> FoundLayouts:
+        if len(given) > 1 and isinstance(given[1], Integral):
+            names = "source", "ranks", "options", "machine", "memory", "top"
+            return any_order(**dict(zip(names, given)), **named)
+        return function(*given, **named)
+
+    return call
+
+
+@_ranks_may_be_second
 def find_layouts(
     source: Path | str,
-    ranks: int,
     options: _Options | None = None,
+    ranks: int = 0,
     machine: Path | str = DEFAULT_MACHINE,
     memory: float | None = None,
     top: int = _TOP,
@@ -143,7 +160,7 @@ def find_layouts(
     source, options, machine
         Same as for `predict_step`, but `source` is required.
     ranks
-        Number of ranks.
+        Number of ranks (required).
     memory
         Memory per rank in B (None: the value in the machine file).
     top

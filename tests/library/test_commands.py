@@ -20,7 +20,7 @@ def test_predict_step_returns_the_step_time():
 
 @pytest.mark.slow
 def test_find_layouts_returns_the_fastest_layouts():
-    rows = hpc3d.find_layouts("gpt-3d-64", 4, SMALL | {"model.layers": 2}, top=3)
+    rows = hpc3d.find_layouts("gpt-3d-64", SMALL | {"model.layers": 2}, ranks=4, top=3)
     assert 0 < len(rows) <= 3
     times = [row["step_time_s"] for row in rows]
     assert times == sorted(times)
@@ -64,7 +64,11 @@ def test_run_training_returns_the_opened_run(tmp_path):
         lambda: hpc3d.predict_step("nowhere"),
         lambda: hpc3d.predict_step(options={"train.stepz": 1}, ranks=1),
         lambda: hpc3d.predict_step(options=SMALL, ranks=4, machine="nowhere"),
+        lambda: hpc3d.find_layouts("gpt-3d-64", {"train.steps": 0}, 4),
+        lambda: hpc3d.find_layouts("gpt-3d-64", {"train.steps": 0}, ranks=4),
         lambda: hpc3d.find_layouts("gpt-3d-64", 4, {"train.steps": 0}),
+        lambda: hpc3d.find_layouts("gpt-3d-64", 4, options={"train.steps": 0}),
+        lambda: hpc3d.find_layouts("gpt-3d-64", np.int64(4), {}, "nowhere"),
         lambda: hpc3d.run_training("nowhere"),
         lambda: hpc3d.find_layouts("nowhere", 2),
     ],
@@ -83,7 +87,7 @@ def test_missing_mpirun_is_reported(monkeypatch, tmp_path):
         hpc3d.run_training(ranks=2)
 
 
-@pytest.mark.parametrize("given", [{"ranks": 0}, {"ranks": 2.5}, {"ranks": 2, "top": 0}])
+@pytest.mark.parametrize("given", [{}, {"ranks": 0}, {"ranks": 2.5}, {"ranks": 2, "top": 0}])
 def test_find_layouts_requires_integer_counts(given):
     with pytest.raises(ValueError, match="must be a positive integer"):
         hpc3d.find_layouts("gpt-serial", **given)
