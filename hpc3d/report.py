@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from hpc3d.analyze.report import markdown, terminal
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
-from hpc3d.config.argument_types import choice, integer, real, several
+from hpc3d.config.argument_types import choice, figures, integer, real, several, width
 from hpc3d.config.limits import INT32
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import reason_of, sanitized
@@ -32,8 +32,6 @@ from hpc3d.console.small_files import naming
 from hpc3d.runtime.optional_packages import need
 from hpc3d.trace.locate import trace_of
 
-_FIGURES = ("svg", "pdf", "png")  # formats of figure files
-_NARROWEST, _WIDEST = 1, 40  # inches
 log = logging.getLogger("hpc3d.report")  # here, __name__ is "__main__"
 
 _DESCRIPTION = """\
@@ -67,10 +65,9 @@ def parser() -> Parser:
     text = "write only tables (requires no packages except NumPy and h5py)"
     add("--tables", action="store_true", help=text)
     text = "also write the figures as files in these formats: svg, pdf, png"
-    figures = partial(several, partial(choice, _FIGURES))
     add("--figures", type=figures, default=[], metavar="FORMAT,...", help=text)
     text = "width of the figure files, such as 84mm or 3.3in (default: 7.2in)"
-    add("--width", type=_width, metavar="WIDTH", help=text)
+    add("--width", type=width, metavar="WIDTH", help=text)
     text = "training step to draw, from the newest trace of a run, or from TRACE.h5, such as"
     text += " RUN_DIR/trace-1.h5 of an earlier attempt (default: the step of median duration)"
     add("--step", type=integer(0, INT32), metavar="N", help=text)
@@ -90,17 +87,6 @@ def parser() -> Parser:
     add("--print", action="store_true", help="print all tables")
     add("--json", action="store_true", help="print all tables as one JSON object on the last line")
     return parser
-
-
-def _width(text):
-    """Return a width in inches."""
-    for unit, inches in (("mm", 1 / 25.4), ("cm", 1 / 2.54), ("in", 1.0)):
-        if text.endswith(unit):
-            with suppress(ValueError):
-                if _NARROWEST <= (width := float(text.removesuffix(unit)) * inches) <= _WIDEST:
-                    return width
-    limits = f"{_NARROWEST:g}in to {_WIDEST:g}in"
-    raise argparse.ArgumentTypeError(f"{text}: must be a width of {limits}, such as 84mm")
 
 
 def _steps(text):

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc3d.config.argument_types import integer
+from hpc3d.config.argument_types import FIGURES, figures, integer, width
 from hpc3d.console.command_line import Parser, complain, run
 from hpc3d.console.exit_codes import FAILED
 from hpc3d.console.sanitize import Problems, counted, lines_of
@@ -72,6 +72,10 @@ def parser() -> Parser:
     only.add_argument("--point", type=integer(0, MOST_POINTS - 1), metavar="K", help=text)
     text = "only write the tables of the finished points"
     only.add_argument("--table", action="store_true", help=text)
+    text = "formats of the figure: svg, pdf, png (default: all)"
+    add("--figures", type=figures, default=FIGURES, metavar="FORMAT,...", help=text)
+    text = "width of the figure, such as 84mm or 3.3in (default: 7.2in)"
+    add("--width", type=width, metavar="WIDTH", help=text)
     text = "command that starts N ranks when followed by -n N (default: mpirun)"
     add("--launcher", type=shlex.split, default=[], metavar="COMMAND", help=text)
     return parser
@@ -90,7 +94,7 @@ def _sweep(options: Namespace, overrides: Sequence[str]) -> int:
         chosen = [points[options.point]]
     failed = 0 if options.table else _run(chosen, folder, options.launcher)
     if options.point is None and failed < len(points):
-        _tabulate(points, folder)
+        _tabulate(points, folder, options)
     return FAILED if failed else 0
 
 
@@ -145,7 +149,7 @@ def _finish(point: SweepPoint, folder: Path, launcher: Sequence[str]) -> None:
         raise RuntimeError("the run stopped before its last step; repeat the command to continue")
 
 
-def _tabulate(points: Sequence[SweepPoint], folder: Path) -> None:
+def _tabulate(points: Sequence[SweepPoint], folder: Path, options: Namespace) -> None:
     """Write and print the tables of the finished points."""
     from hpc3d.studies.sweep_results import finished, row_of
     from hpc3d.studies.sweep_table import write
@@ -153,7 +157,7 @@ def _tabulate(points: Sequence[SweepPoint], folder: Path) -> None:
     rows = [row_of(point, path) for point in points if (path := finished(point, folder))]
     if not rows:
         raise Problems([f"{folder}: no point is finished; run the study without --table"])
-    print(write(rows, [*points[0].values], folder))
+    print(write(rows, [*points[0].values], folder, options.figures, options.width))
     if left := len(points) - len(rows):
         print(f"{counted(left, 'point')} not finished")
     print(f"written to {folder}/runs.* and {folder}/summary.*")

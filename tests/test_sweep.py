@@ -83,6 +83,10 @@ def test_failed_point_is_reported_and_the_others_are_run(study, capsys, tmp_path
     ]
     rows = table(tmp_path / "out/runs.csv")
     assert [row["point"] for row in rows] == ["1", "3"]
+    out = tmp_path / "out"
+    assert run("--table", "--figures", "svg", "--width", "84mm") == 0
+    assert 'width="238.11' in (out / "summary.svg").read_text(encoding="utf-8")
+    assert not (out / "summary.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from typing import Any
 from hpc3d.config.limits import INT32, MOST_RANKS
 
 _UNITS = {"B": 1, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+FIGURES = ("svg", "pdf", "png")  # formats of figure files
+_NARROWEST, _WIDEST = 1, 40  # width of a figure in inches
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
@@ -63,6 +65,18 @@ def choice(names: Sequence[str], text: str) -> str:
     return text
 
 
+def width(text: str) -> float:
+    """Convert a width such as 84mm, 8.4cm or 3.3in to inches."""
+    for unit, inches in (("mm", 1 / 25.4), ("cm", 1 / 2.54), ("in", 1.0)):
+        if text.endswith(unit):
+            with suppress(ValueError):
+                if _NARROWEST <= (found := float(text.removesuffix(unit)) * inches) <= _WIDEST:
+                    return found
+    limits = f"{_NARROWEST:g}in to {_WIDEST:g}in"
+    raise argparse.ArgumentTypeError(f"{text}: must be a width of {limits}, such as 84mm")
+
+
+figures = partial(several, partial(choice, FIGURES))
 size = partial(_bytes, bare=1e9)  # converts 80GB or 40GiB to bytes; the default unit is GB
 rate = partial(_bytes, bare=1)  # converts 10GB or 10GiB (per second) to bytes/s; default: B
 positive = integer(1, INT32)

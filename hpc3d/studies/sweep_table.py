@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from hpc3d.analyze.metrics.compare import half_width
-from hpc3d.analyze.report.palette import RUNS, default_style
-from hpc3d.analyze.report.plot_matplotlib import WIDTH, empty, save
+from hpc3d.analyze.report.palette import RUNS
+from hpc3d.analyze.report.plot_matplotlib import WIDTH, empty, save, sized, with_legend
 from hpc3d.analyze.report.table_format import (
     ColumnSpec,
     digits,
@@ -26,6 +27,7 @@ from hpc3d.analyze.report.table_format import (
     markdown,
     write_csv,
 )
+from hpc3d.config.argument_types import FIGURES
 from hpc3d.console.small_files import replacing
 from hpc3d.runtime.metrics_file import VALIDATION_LOSS_OF
 from hpc3d.trace.file import create
@@ -117,11 +119,18 @@ def _samples(quantity: _Quantity, group: Sequence[dict[str, Any]]) -> np.ndarray
     return np.array([np.mean(values) for values in seeds.values()])
 
 
-def write(rows: Sequence[dict[str, Any]], axes: Sequence[str], folder: Path) -> str:
+def write(
+    rows: Sequence[dict[str, Any]],
+    axes: Sequence[str],
+    folder: Path,
+    formats: Sequence[str] = FIGURES,
+    width: float | None = None,
+) -> str:
     """Write the tables and the figure; return the summary as a table for the terminal.
 
     The formats are CSV and HDF5 for the table of runs; CSV, Markdown and LaTeX for the summary;
-    and PNG, SVG and PDF for the figure.
+    and `formats` for the figure. An earlier figure is removed. `width` is the width of the figure
+    in inches.
     """
     folder.mkdir(parents=True, exist_ok=True)
     axes = [axis for axis in axes if axis != _SEED]
@@ -134,9 +143,10 @@ def write(rows: Sequence[dict[str, Any]], axes: Sequence[str], folder: Path) -> 
     shown = [row | {each.key: each.text(row) for each in quantities} for row in summary]
     (folder / "summary.md").write_text(markdown(fields, shown) + "\n", encoding="utf-8")
     (folder / "summary.tex").write_text(latex(fields, shown), encoding="utf-8")
-    with default_style():
-        if figure := _figure(summary, axes):
-            save(figure, folder / "summary", ("png", "svg", "pdf"))
+    for each in FIGURES:
+        (folder / f"summary.{each}").unlink(missing_ok=True)
+    if across := _across(summary, axes):
+        save(sized(partial(_figure, summary, axes, across), width), folder / "summary", formats)
     return markdown(fields, shown, escape=str)
 
 
@@ -165,18 +175,25 @@ def _write_hdf5(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             file.create_dataset(key.replace("/", "_"), data=data)  # "/" would create a group
 
 
-def _figure(summary: Sequence[dict[str, Any]], axes: Sequence[str]) -> Figure | None:
-    """Plot losses and step time against the first numeric axis with several values.
+def _varied(summary: Sequence[dict[str, Any]], axes: Sequence[str]) -> list[str]:
+    """Return the axes with several values."""
+    return [axis for axis in axes if len({row[axis] for row in summary}) > 1]
 
-    The figure has one line per combination of the other axes. Returns None if no numeric axis has
-    several values. Lines are shifted sideways, so that their error bars do not cover each other.
+
+def _across(summary: Sequence[dict[str, Any]], axes: Sequence[str]) -> str | None:
+    """Return the axis of the figure: the first numeric axis with several values, or None."""
+    return next((axis for axis in _varied(summary, axes) if _is_numeric(summary, axis)), None)
+
+
+def _figure(summary: Sequence[dict[str, Any]], axes: Sequence[str], across: str) -> Figure:
+    """Plot losses and step time against the axis `across`.
+
+    The figure has one line per combination of the other axes. Lines are shifted sideways, so that
+    their error bars do not cover each other.
     """
     from matplotlib.transforms import ScaledTranslation
 
-    varied = [axis for axis in axes if len({row[axis] for row in summary}) > 1]
-    across = next((axis for axis in varied if _is_numeric(summary, axis)), None)
-    if across is None:
-        return None
+    varied = _varied(summary, axes)
     lines: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(summary, key=lambda row: row[across]):
         label = ", ".join(str(row[axis]) for axis in varied if axis != across)
@@ -200,9 +217,7 @@ def _figure(summary: Sequence[dict[str, Any]], axes: Sequence[str]) -> Figure | 
         panel.set_ylabel(quantity.heading)
         panel.grid(color="0.9", linewidth=0.6)
     _label_x(panels[-1], across, sorted({row[across] for row in summary}))
-    if len(lines) > 1:
-        panels[0].legend(frameon=False, fontsize=8)
-    return figure
+    return with_legend(figure) if len(lines) > 1 else figure
 
 
 def _label_x(panel, axis, values):

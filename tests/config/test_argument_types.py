@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.config.argument_types import number_of_ranks, positive, real
+from hpc3d.config.argument_types import figures, number_of_ranks, positive, real, width
 from hpc3d.config.limits import MOST_RANKS
 from hpc3d.console.command_line import Parser
 from hpc3d.console.exit_codes import BAD_INPUT
@@ -13,12 +13,16 @@ def parsed(*words):
     parser.add_argument("--count", type=positive)
     parser.add_argument("--ranks", type=number_of_ranks)
     parser.add_argument("--time", type=real(lambda value: 0 < value < 9, "must be below 9"))
+    parser.add_argument("--figures", type=figures)
+    parser.add_argument("--width", type=width)
     return parser.parse_args(words)
 
 
 def test_whole_numbers_are_taken():
     found = parsed("--count", " 7 ", "--ranks", str(MOST_RANKS), "--time", "8.5")
     assert (found.count, found.ranks, found.time) == (7, MOST_RANKS, 8.5)
+    found = parsed("--figures", "pdf,svg,pdf", "--width", "50.8mm")
+    assert (found.figures, found.width) == (["pdf", "svg"], pytest.approx(2))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,9 @@ def test_whole_numbers_are_taken():
         ("--time", "9"),
         ("--time", "nan"),
         ("--time", "a"),
+        ("--figures", "pdf,gif"),
+        ("--width", "84"),
+        ("--width", "1mm"),
         ("--coun", "1"),  # no abbreviations
         ("more",),
     ],

@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
+from hpc3d.config.argument_types import FIGURES
 from hpc3d.studies.sweep_table import summarized, write
 
 AXES = ["model.hidden", "layouts", "seed"]
@@ -90,7 +91,8 @@ def test_only_the_markdown_file_has_escaped_lists(tmp_path):
 def test_error_bars_of_two_lines_are_drawn_side_by_side(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(
-        "hpc3d.studies.sweep_table.save", lambda figure, *_: figures.append(figure)
+        "hpc3d.studies.sweep_table.save",
+        lambda figure, *_: figures.append(figure) or figure.draw_without_rendering(),
     )
     rows = [
         row(hidden, seed, 0, loss=5.0 + seed) | {"layouts": name}
@@ -103,6 +105,17 @@ def test_error_bars_of_two_lines_are_drawn_side_by_side(tmp_path, monkeypatch):
     for one, two in zip(*parts, strict=True):
         (left, _), (right, _) = (each.get_transform().transform((64, 5)) for each in (one, two))
         assert 3 < right - left < 15  # pixels
+    (legend,), panels = figures[0].legends, figures[0].axes
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+    assert all(legend.get_window_extent().ymin >= panel.bbox.ymax for panel in panels)
+
+
+def test_figure_has_the_chosen_formats_and_width(tmp_path):
+    rows = [row(hidden, 1, 0, loss=5.0) for hidden in (64, 128)]
+    for formats, width in ((["png"], None), (["svg"], 84 / 25.4)):
+        write(rows, AXES, tmp_path, formats, width)
+        assert {*FIGURES} & {path.suffix[1:] for path in tmp_path.iterdir()} == {*formats}
+    assert 'width="238.11' in (tmp_path / "summary.svg").read_text(encoding="utf-8")  # 84 mm
 
 
 def test_axes_without_numbers_have_no_figure(tmp_path):

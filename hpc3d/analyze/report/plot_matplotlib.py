@@ -6,8 +6,8 @@ Matplotlib is required only for figures. The extra `report` installs it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from functools import singledispatch
+from collections.abc import Callable, Sequence
+from functools import partial, singledispatch
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
@@ -74,31 +74,46 @@ def empty(
 
 
 def draw(chart: object, width: float | None = None) -> Figure:
-    """Return the figure of a chart, drawn with matplotlib's default style.
-
-    If `width` is given, the figure has this width in inches. In narrow figures, the text is
-    smaller, and long names are shortened.
-    """
-    from matplotlib import rc_context
-
-    scale = 1 if width is None or width >= WIDTH else (width / WIDTH) ** 0.5
-    limit = int(_LENGTH * scale**1.5)
+    """Return the figure of a chart, as `sized` does."""
     if isinstance(chart, Bars):
+        limit = _longest(width)
         chart = chart._replace(labels=[_shortened(label, limit) for label in chart.labels])
     if isinstance(chart, Panels) and width:
         chart = chart._replace(width=width)
-    with default_style(), rc_context({"font.size": max(6, 10 * scale)}):
-        figure = _drawn(chart)
+    loc = "lower center" if isinstance(chart, Panels) else "upper left"
+    return sized(partial(_drawn, chart), width, loc)
+
+
+def sized(
+    drawn: Callable[[], Figure], width: float | None = None, loc: str = "upper left"
+) -> Figure:
+    """Return the figure that `drawn` returns, drawn with matplotlib's default style.
+
+    If `width` is given, the figure has this width in inches. In narrow figures, the text is
+    smaller, and long names are shortened. `loc` is the location of a legend outside the panels.
+    """
+    from matplotlib import rc_context
+
+    with default_style(), rc_context({"font.size": max(6, 10 * _scale(width))}):
+        figure = drawn()
         if width:
             before, height = figure.get_size_inches()
             figure.set_size_inches(width, height * (width / before) ** 0.5)
         legends = [panel.get_legend() for panel in figure.axes] + figure.legends
         for text in [text for legend in legends if legend for text in legend.get_texts()]:
-            text.set_text(_shortened(text.get_text(), limit * 3 // 2))
+            text.set_text(_shortened(text.get_text(), _longest(width) * 3 // 2))
         for legend in [*figure.legends]:
-            loc = "lower center" if isinstance(chart, Panels) else "upper left"
             _fit(legend, figure, loc=f"outside {loc}")
     return figure
+
+
+def _scale(width):
+    return 1 if width is None or width >= WIDTH else (width / WIDTH) ** 0.5
+
+
+def _longest(width):
+    """Return the maximum number of characters of a bar label."""
+    return int(_LENGTH * _scale(width) ** 1.5)
 
 
 def _shortened(name, limit):
@@ -143,7 +158,7 @@ def _lines(chart: Lines):
     if chart.top:
         axes[0].set_ylim(0, chart.top)
     if len(chart.lines) > _INSIDE or chart.marks:
-        _with_legend(figure, _NAMED)
+        with_legend(figure, _NAMED)
     else:
         axes[0].legend(frameon=False)
     for panel, text in zip(axes, (chart.ylabel, chart.lower_ylabel)):
@@ -195,7 +210,7 @@ def _bars(chart: Bars):
     panel.set_xlim(edges[0], edges[-1])
     panel.set_xlabel(chart.xlabel)
     panel.set_ylabel(chart.ylabel)
-    return _with_legend(figure)
+    return with_legend(figure)
 
 
 def _horizontal_bars(chart):
@@ -207,13 +222,13 @@ def _horizontal_bars(chart):
     panel.set_yticks(rows, [_escaped(label) for label in chart.labels])
     panel.invert_yaxis()
     panel.set_xlabel(chart.ylabel)
-    return _with_legend(figure)
+    return with_legend(figure)
 
 
 _LEGEND = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2}
 
 
-def _with_legend(figure, limit=None):
+def with_legend(figure: Figure, limit: int | None = None) -> Figure:
     """Add a legend above the panels, with the first `limit` names and the number of the others."""
     from matplotlib.lines import Line2D
 
@@ -301,4 +316,4 @@ def _timeline(chart: Timeline):
     panel.set_xlim(0, chart.extents.max())
     panel.set_xlabel("time [ms]")
     panel.set_ylabel("rank")
-    return _with_legend(figure)
+    return with_legend(figure)
