@@ -76,9 +76,8 @@ def load(
             "from the input file of the run"
         )
     typed = override(tree, overrides)
-    _wrap_names(tree)
     deprecated_keys.warn(typed if of_run else [*notices, *typed])
-    return validate(tree, rules)
+    return validate(_with_lists(tree), rules)
 
 
 def _read_input(path: Path | str) -> dict[str, Any]:
@@ -92,7 +91,7 @@ def _has_key(tree: Mapping[str, Any], section: str, key: str) -> bool:
     return isinstance(table := tree.get(section), dict) and key in table
 
 
-def _wrap_names(tree: dict[str, Any]) -> None:
+def _with_lists(tree: dict[str, Any]) -> dict[str, Any]:
     """Convert each single name to a list, in place, if its key has a list of such names."""
     for section, table in tree.items():
         if isinstance(table, dict) and _is_section(section):
@@ -100,6 +99,7 @@ def _wrap_names(tree: dict[str, Any]) -> None:
             for key, value in table.items():
                 if isinstance(value, str) and value in _listed_names(types.get(key)):
                     table[key] = [value]
+    return tree
 
 
 def _listed_names(kind: Any) -> Iterator[str]:

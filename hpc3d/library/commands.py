@@ -199,8 +199,6 @@ def simulate_schedule(
 ) -> StageTimeline:
     """Simulate a pipeline schedule with ideal timing (docs/schedules.md).
 
-    A pass starts when the previous pass of its stage has ended and its input has arrived.
-
     Parameters
     ----------
     name
@@ -208,8 +206,7 @@ def simulate_schedule(
     stages, microbatches
         Number of pipeline stages, and of microbatches per step.
     chunks, steps
-        Number of model chunks per stage (None: the schedule's default), and of training steps
-        (for asynchronous schedules).
+        Model chunks per stage, and training steps (for asynchronous schedules).
     memory
         For a search, the maximum number of microbatches with saved data on a stage.
     **times

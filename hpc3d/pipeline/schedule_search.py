@@ -31,7 +31,7 @@ _TIE = 1e-6  # delay that gives a B a lower priority than a pass that can start 
 
 log = logging.getLogger(__name__)
 _NOTHING = inf, inf, 0, ""
-Patterns = tuple[str, ...]  # one string per stage, such as "FFBWBW"
+_Patterns = tuple[str, ...]  # one string per stage, such as "FFBWBW"
 
 
 class FoundSchedule(NamedTuple):
@@ -109,7 +109,7 @@ class _Search:
     def seconds(self, patterns):
         return makespan(self.rows(patterns))
 
-    def initial(self) -> Iterator[Patterns]:
+    def initial(self) -> Iterator[_Patterns]:
         """Yield the known schedules that satisfy the memory limits, and list schedules."""
         stages, micros = range(self.placement.stages), self.work.micros
         for schedule in SCHEDULES.values():
@@ -137,8 +137,8 @@ class _Search:
         return memory.peak(pattern) <= memory.limit * (1 + ROUNDING)
 
     def annealed(
-        self, start: tuple[float, Patterns], bound: float, budget: float, random: Random
-    ) -> tuple[float, Patterns]:
+        self, start: tuple[float, _Patterns], bound: float, budget: float, random: Random
+    ) -> tuple[float, _Patterns]:
         """Improve a schedule by simulated annealing; return the best makespan and its schedule.
 
         The search simulates `budget` passes, and ends early at the lower bound.
@@ -163,7 +163,9 @@ class _Search:
                 best = min(best, (now, patterns))
         return best
 
-    def moved(self, patterns: Patterns, stage: int, index: int, random: Random) -> Patterns | None:
+    def moved(
+        self, patterns: _Patterns, stage: int, index: int, random: Random
+    ) -> _Patterns | None:
         """Move one of two adjacent passes across the other one, and possibly across further ones.
 
         Returns None if the order of the passes is the same or invalid.
@@ -215,7 +217,7 @@ class _ListScheduler:
         self.arrivals = [{op: deque() for op in "FBW"} for _ in stages]
         self.arrivals[0]["F"].extend([0.0] * work.micros)
 
-    def run(self) -> Patterns:
+    def run(self) -> _Patterns:
         """Return the schedule."""
         stages = range(len(self.clocks))
         following = [self.following(stage) for stage in stages]

@@ -94,20 +94,20 @@ def plan_schedule(
         with TemporaryDirectory() as folder:
             path = f"{folder}/schedule.csv"
             to_csv(path, found.streams, found.placement)
-            step = _step(with_schedule(config, f"csv:{path}"), machine)
+            step = _step(_with_schedule(config, f"csv:{path}"), machine)
         if max(step.peaks) <= memory:
             return PlannedSchedule(config, found, step, _step(config, machine))
         work = work._replace(memory=_tightened(work, found, step.peaks, memory))
     raise ValueError(_refusal(step.peaks.index(max(step.peaks)), max(step.peaks), memory))
 
 
-def with_schedule(config: Config, name: str) -> Config:
+def _with_schedule(config: Config, name: str) -> Config:
     """Return a Config with another schedule."""
     return replace(config, parallel=replace(config.parallel, schedule=name))
 
 
 def _workload(config: Config, machine: Machine, memory: float) -> Workload:
-    config = with_schedule(config, _SPLIT)
+    config = _with_schedule(config, _SPLIT)
     assert config.model.vocabulary
     estimator = Estimator(config.model.vocabulary, machine)
     parts = estimator.costs.parts(config)

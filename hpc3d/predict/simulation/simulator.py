@@ -157,7 +157,8 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
     if config.parallel.local_steps < 2:
         return _simulated_step(config, vocabulary, machine)
     local, agreeing = (
-        _simulated_step(with_local_steps(config, each), vocabulary, machine) for each in (INT32, 1)
+        _simulated_step(_with_local_steps(config, each), vocabulary, machine)
+        for each in (INT32, 1)
     )
     return [_with_agreement(*pair) for pair in zip(local, agreeing, strict=True)]
 
@@ -188,7 +189,7 @@ def _simulated_step(config: Config, vocabulary: int, machine: Machine) -> list[S
         return with_shared_cores(core_sharing(config, machine), runs)
 
 
-def with_local_steps(config: Config, steps: int) -> Config:
+def _with_local_steps(config: Config, steps: int) -> Config:
     """Return `config` with another number of local steps."""
     return replace(config, parallel=replace(config.parallel, local_steps=steps))
 

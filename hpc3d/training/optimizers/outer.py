@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.gradient_buckets import Buckets
     from hpc3d.training.optimizers.optimizer import Optimizer
 
-AGREED = StateSpec("agreed", outer=True)
-MOMENTUM = StateSpec("outer_momentum", outer=True)
-OUTER_STATES = AGREED, MOMENTUM
+_AGREED = StateSpec("agreed", outer=True)
+_MOMENTUM = StateSpec("outer_momentum", outer=True)
+OUTER_STATES = _AGREED, _MOMENTUM
 
 
 def outer_states(parallel: ParallelConfig) -> tuple[StateSpec, ...]:
     """Return the states of the outer optimizer, which are empty without local updates."""
     if not parallel.local_steps:
         return ()
-    return OUTER_STATES if parallel.outer_momentum else (AGREED,)
+    return OUTER_STATES if parallel.outer_momentum else (_AGREED,)
 
 
 class OuterOptimizer:
@@ -56,11 +56,11 @@ class OuterOptimizer:
     def start(self) -> None:
         """Set the agreed parameters to the current parameters."""
         for exact, _, _, states in self.optimizer.outer():
-            states[AGREED.name][...] = exact
+            states[_AGREED.name][...] = exact
 
     def is_in(self, arrays: Collection[tuple[str, str]]) -> bool:
         """Return True if a checkpoint with these arrays (name, kind) has the agreed parameters."""
-        return any(kind == AGREED.name for _, kind in arrays)
+        return any(kind == _AGREED.name for _, kind in arrays)
 
     def is_due(self, number: int) -> bool:
         """Return True if the workers agree after step `number`: every H steps and at the end."""
@@ -69,12 +69,12 @@ class OuterOptimizer:
     def agree(self) -> None:
         """Set the parameters of all workers to the new agreed parameters."""
         for exact, _, grad, states in self.optimizer.outer():
-            grad[...] = states[AGREED.name]
+            grad[...] = states[_AGREED.name]
             grad -= exact
         self.buckets.sum_over_workers()
         for exact, value, grad, states in self.optimizer.outer():
-            agreed = states[AGREED.name]
-            self._move(agreed, states.get(MOMENTUM.name), grad)
+            agreed = states[_AGREED.name]
+            self._move(agreed, states.get(_MOMENTUM.name), grad)
             exact[...] = agreed
             if value is not exact:
                 value[...] = agreed
