@@ -168,7 +168,7 @@ def test_changed_keys_are_reported_including_absent_ones(begun, now, said):
 def saved(tmp_path_factory):
     """Run with a checkpoint of step 1, and the text of its config.toml."""
     run = tmp_path_factory.mktemp("saved")
-    run_until(run, "serial", 1)
+    run_until(run, "serial", 1, steps=3)
     (run / "config.toml").write_text(to_toml(config_of(LAYOUTS["serial"])))
     return run, (run / "config.toml").read_text()
 

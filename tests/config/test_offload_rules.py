@@ -47,7 +47,7 @@ def test_valid_offload_settings_are_accepted(options):
     resolve(load(None, options.split()), 2)
 
 
-@pytest.mark.parametrize("value", ["optimizer", '["weights"]', "true"])
+@pytest.mark.parametrize("value", ["weights", '["weights"]', "true"])
 def test_unknown_offload_value_error_lists_the_known_ones(value):
     (line,) = problems("--parallel.offload", value, ranks=1)
     item = "[0]" if value.startswith("[") else ""
