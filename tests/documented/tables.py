@@ -14,7 +14,7 @@ ELSEWHERE = {
     r" make train$": "sets up .venv; then runs `hpc3d.train gpt-3d-64` on 64 ranks, as README.md",
     r" make test-mpi": "make test-slow runs it; LAUNCH is for a cluster's launcher",
     r" make gpu-check| python -m tests\.gpu ": "tests/gpu/test_check.py; wants a GPU",
-    r"docs/gpu\.md .*hpc3d\.train|train llama-3-8b ": GPU,
+    r"docs/gpu\.md .*hpc3d\.train|train llama-3-8b |partition run .*backend cupy": GPU,
     r" source \.venv": ".ci/run, by make",
     r" (python -m )?pip (install|wheel)": "tests/test_wheel.py",
     r" (LAUNCH=\S+ )?sbatch ": "tests/slurm",
