@@ -34,7 +34,7 @@ ELSEWHERE = {
     r" python -m hpc3d\.bench planners": STUDY + "tests/test_planned_runs.py",
     r" python -m hpc3d\.bench peers": STUDY + "tests/test_torch_peers.py",
     r"docs/data\.md .*--tokenizer gpt2$": "tests/data/test_tokenizer_files.py, without a download",
-    r"docs/partition(-study)?\.md .*(:large|:resnet152_x8|partition compare) ": STUDY
+    r"docs/partition(-study)?\.md .*(:large|:resnet152_x8|partition compare|-np 8 .*) ": STUDY
     + "tests/partition/test_capture.py and baselines/",
     r"plan (switch-c|llama-3-70b) ": STUDY + "tests/test_plan.py plans one of its kind",
     r"docs/public-models\.md ": "tests/peers/test_documented_models.py",
