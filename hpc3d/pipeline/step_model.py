@@ -182,8 +182,9 @@ class StepModel:
 
     @cached_property
     def _streams(self):
-        sizes = self.schedule.name, self.stages, self.micros, self.chunks
-        return [whole(stream) for stream in instruction_streams(*sizes)[0]]
+        name = self.schedule.name
+        streams, _ = instruction_streams(name, self.stages, self.micros, self.chunks)
+        return [whole(stream) for stream in streams]
 
     @cached_property
     def _order(self):
