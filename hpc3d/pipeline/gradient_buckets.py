@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from hpc3d.arrays.pool import on_host
 from hpc3d.comm.communicator import ready
 from hpc3d.comm.mesh import COPIES, plane
@@ -252,6 +250,20 @@ class Bucket:
         self.replicas, self.parts = plane(items[0].replicas), parameters.parts(items[0])
         self.pending = None
 
+    def _joined(self, parts: Sequence[slice]) -> Array:
+        """Copy one part of each parameter's values to a flat block.
+
+        Each part is copied on its own: CuPy's concatenate copies addresses from the host, which is
+        impossible while a CUDA graph is captured.
+        """
+        size = sum(part.stop - part.start for part in parts)
+        block = self.mesh.comm(self.replicas).buffer((size,), self.parameters.dtype)
+        stop = 0
+        for item, part in zip(self.items, parts, strict=True):
+            start, stop = stop, stop + part.stop - part.start
+            block[start:stop] = self.parameters.read(item, part)
+        return block
+
 
 class GradientBucket(Bucket):
     """Bucket of gradients, reduced over the axes whose ranks hold partial sums of the gradients.
@@ -336,10 +348,8 @@ class _ValueBucket(Bucket):
     """Bucket of sharded parameters: each replica updates a shard; the shards are all-gathered."""
 
     def post(self) -> None:
-        here = zip(self.items, self.slices, strict=True)
-        own: Any = [self.parameters.read(item, slices.own_value) for item, slices in here]
-        mine = np.concatenate(own)
-        self.pending = self.mesh.comm(self.replicas).all_gather(mine[None])
+        own = self._joined([slices.own_value for slices in self.slices])
+        self.pending = self.mesh.comm(self.replicas).all_gather(own[None])
 
     def wait(self) -> None:
         rows = self.pending.wait()
@@ -371,9 +381,7 @@ class _OwnerGather(Bucket):
     """Bucket of unsharded matrices; the rank that updates them broadcasts the new values."""
 
     def post(self) -> None:
-        here = zip(self.items, self.slices, strict=True)
-        whole: Any = [self.parameters.read(item, slices.value) for item, slices in here]
-        block = np.concatenate(whole)
+        block = self._joined([slices.value for slices in self.slices])
         owner = self.parameters.owners[self.items[0]]
         self.pending = self.mesh.comm(self.replicas).broadcast(block, owner)
 
