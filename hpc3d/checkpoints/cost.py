@@ -40,8 +40,8 @@ def forecast(job: Job, folder: Path, trainer: Trainer, keep: int) -> list[str]:
     All ranks must call this function. One rank of each node measures the disk speed by writing a
     few megabytes to `folder`. If a write fails, the job stops with an error.
     """
-    local = trainer.config.parallel.local_steps
-    agreed = not local or trainer.config.checkpoint.every % local == 0
+    outer, every = trainer.outer, trainer.config.checkpoint.every
+    agreed = outer is None or outer.is_agreed(every - 1)
     share = shares(trainer.parameters, trainer.optimizer, agreed)
     host, size = socket.gethostname(), sum(elements.nbytes for *_, elements in share)
     ranks = job.gather((host, size))

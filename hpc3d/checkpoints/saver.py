@@ -78,7 +78,9 @@ class Saver:
         """Wait for the previous save, then save the state after `done` steps."""
         self.wait()
         trainer, self.saved, begin = self.trainer, done, time.monotonic()
-        agreed = trainer.outer is None or trainer.outer.is_due(done - 1)
+        agreed = trainer.outer is None or trainer.outer.is_agreed(done - 1)
+        if trainer.outer:
+            trainer.outer.complete()
         with trainer.mesh.trace.span("snapshot", "none"):
             snapshot = Snapshot(trainer.parameters, trainer.optimizer, agreed)
         self.exposed = time.monotonic() - begin

@@ -38,9 +38,8 @@ from hpc3d.model.parameters import Parameter, Parameters
 from hpc3d.ops.quantize import LEVELS
 from hpc3d.tensor.layout import Layout
 from hpc3d.training.optimizers.optimizer import MASTER, Optimizer
-from hpc3d.training.optimizers.outer import OUTER_STATES
+from hpc3d.training.optimizers.outer import OF_WORKERS, OUTER_STATES, common_kinds
 
-_VALUES = "value", MASTER.name
 _OUTER = tuple(spec.name for spec in OUTER_STATES)
 
 
@@ -121,7 +120,7 @@ def shares(
     `agreed` is as in `Snapshot`.
     """
     worker = parameters.mesh.coord(COPIES) if parameters.local else 0
-    common = {*_OUTER, *(_VALUES if agreed else ())}
+    common = common_kinds(agreed)
     for item in parameters:
         for own in _own_elements(item, parameters, optimizer):
             if not own.counts or (worker and own.kind in common):
@@ -264,7 +263,7 @@ class Checkpoint:
 
     `workers` has one dict per worker that stored arrays of its own; with a single entry, there are
     no workers, or they have the same state. `sources` contains the arrays of one of them. If the
-    workers have different values, `fill` returns their mean.
+    workers have different parameters, `fill` returns their mean.
 
     Raises ValueError if the manifest is invalid or a file has the wrong size.
     """
@@ -342,7 +341,7 @@ class Checkpoint:
         Raises ValueError if an element is missing or exceeds the range of the array's type.
         """
         differing = [each for each in self.workers if (name, kind) in each]
-        if kind not in _VALUES or len(differing) < 2:
+        if kind not in OF_WORKERS or len(differing) < 2:
             self._fill_from(self.sources, array, name, kind, box)
             return
         total, block = np.zeros(array.shape), np.empty(array.shape)

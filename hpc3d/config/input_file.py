@@ -165,6 +165,9 @@ class ParallelConfig:
         0.0
     )
     """Nesterov momentum of the outer optimizer. DiLoCo uses 0.9."""
+    sync: Annotated[Literal["blocking", "stale"], ValidFor("parallel.local_steps")] = "blocking"
+    """Agreement of the workers: with blocking, they wait for it. With stale, it is applied
+    local_steps steps later, and its communication overlaps with these steps."""
     bucket_mb: Annotated[float | None, AtLeast(0), LessThan(inf)] = None
     """Size of a gradient bucket in MB. One collective reduces each bucket along d. Default: 25, or
     more if latency accounts for more than 40 % of the predicted time of a collective of 25 MB

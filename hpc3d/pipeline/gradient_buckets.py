@@ -327,8 +327,12 @@ class GradientBucket(Bucket):
         return rows
 
     def _own_shards(self, comm: Communicator) -> Array:
-        """Return the shards of the gradient that this rank updates, as a flat block."""
-        if self.columns[-1].stop == self.span.stop - self.span.start:
+        """Return the shards of the gradient that this rank updates, as a flat block.
+
+        Outer gradients are copied, because they may be reduced during the next steps.
+        """
+        outer = self.axes == (COPIES,)
+        if not outer and self.columns[-1].stop == self.span.stop - self.span.start:
             return self._carried(COPIES)
         block = comm.buffer((self.columns[-1].stop,), self.parameters.reduced)
         for slices, columns in zip(self.slices, self.columns, strict=True):

@@ -17,7 +17,7 @@ import numpy as np
 from hpc3d.arrays.pool import on_host, to_host
 from hpc3d.comm.mesh import COPIES
 from hpc3d.console.exit_codes import CHECK_FAILED, NOT_FINITE
-from hpc3d.training.optimizers.optimizer import MASTER
+from hpc3d.training.optimizers.outer import common_kinds
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -156,8 +156,8 @@ class ReplicaCheck:
 
     Replicas of parameters and optimizer states must be bitwise identical. The check compares their
     64-bit hashes. With local updates, the interval is rounded up to a multiple of H steps, because
-    the workers have the same parameters only after an agreement; the states of their inner
-    optimizers always differ.
+    the workers have the same parameters only after an agreement; with stale agreements, only after
+    the last step. The states of their inner optimizers always differ.
     """
 
     def __init__(self, trainer: Any, every: int) -> None:
@@ -172,19 +172,22 @@ class ReplicaCheck:
             return
         self.trainer.buckets.complete()
         with self.mesh.trace.span("hashes of replicas"):
-            copies = self.copies()
+            outer = self.trainer.outer
+            copies = self.copies(outer is None or outer.is_agreed(number))
         found = [finding for axis in self.axes for finding in self.along(axis, number, copies)]
         if self.trainer.has_tied_ends and not self.trainer.alone:
             found += self._tied_copies(number, copies)
         if _on_any_rank(self.mesh, len(found)):
             stop(self.mesh, found)
 
-    def copies(self) -> dict[tuple[str, str], tuple[set[str], int]]:
+    def copies(self, agreed: bool) -> dict[tuple[str, str], tuple[set[str], int]]:
         """Return a dict that maps (name, kind) to (replication axes, hash) of this rank's blocks.
 
         Only blocks that other ranks store as well are included: replicas, and the two copies of a
-        tied embedding table on two pipeline stages.
+        tied embedding table on two pipeline stages. `agreed` is as in `common_kinds`.
         """
+        alone = {COPIES} if self.local else set()
+        common = common_kinds(agreed)
         host = odd_numbers(_FACTORS)
         factors = self.mesh.pool.bring(host)
         return {
@@ -192,7 +195,8 @@ class ReplicaCheck:
                 axes,
                 hash_of(block, factors if isinstance(block, type(factors)) else host),
             )
-            for item, kind, axes, block in self.blocks()
+            for item, kind, replicated, block in self.blocks()
+            for axes in [replicated - (set() if kind in common else alone)]
             if axes or item.tied_peer is not None
         }
 
@@ -204,8 +208,7 @@ class ReplicaCheck:
             yield item, "value", axes, item.value
             own = axes.difference(item.replicas) if parameters.shared_out(item) else axes
             for spec, state in optimizer.states_of(item):
-                differs = {COPIES} if self.local and not (spec.outer or spec is MASTER) else set()
-                yield item, spec.name, (own | self._reduced(item, spec)) - differs, state
+                yield item, spec.name, own | self._reduced(item, spec), state
 
     def _reduced(self, item: Parameter, spec: StateSpec) -> set[str]:
         """Return the axes that shard a matrix but not its optimizer state, which is replicated."""

@@ -247,7 +247,8 @@ def _local_lines(config: Config) -> Iterator[str]:
         often = often if parallel.local_steps > 1 else "every step"
         rates = f"outer learning rate {parallel.outer_learning_rate:g}"
         rates += f", Nesterov momentum {parallel.outer_momentum:g}" * (parallel.outer_momentum > 0)
-        yield f"local updates: {workers}, which agree {often}; {rates}"
+        sync = f"; {parallel.sync} agreements"
+        yield f"local updates: {workers}, which agree {often}{sync}; {rates}"
 
 
 def offload_lines(config: Config) -> Iterator[str]:

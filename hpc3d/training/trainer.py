@@ -25,7 +25,7 @@ from hpc3d.training.loss_scale import scale_of
 from hpc3d.training.microbatch_loader import MicrobatchLoader
 from hpc3d.training.optimizers.catalog import optimizer_for, optimizer_of
 from hpc3d.training.optimizers.optimizer import learning_rate
-from hpc3d.training.optimizers.outer import OuterOptimizer
+from hpc3d.training.optimizers.outer import outer_optimizer_of
 
 if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
@@ -86,7 +86,7 @@ class Trainer:
         self.parameters.allocate(config.seed)
         self.buckets = self.sums(config.parallel.bucket_bytes)
         self.optimizer = optimizer_for(config, self.parameters)
-        self.outer = OuterOptimizer(config, self.optimizer, self.buckets) if local else None
+        self.outer = outer_optimizer_of(config, self.optimizer, self.buckets)
         self.weights, self.alone = program.weights(self.parameters), program.alone
         self.engine = Engine(
             mesh, stages, program.placement, self.buckets, self.weights, self.update, clock
@@ -182,9 +182,8 @@ class Trainer:
             self.parameters.update_by_sign()
         elif np.isfinite(self.norms).any():  # all workers count the same number of updates
             self.optimizer.steps += 1
-        if agrees := self.outer is not None and self.outer.is_due(self.number):
-            self.outer.agree()
-        if agrees or not self.skipped:
+        moved = self.outer is not None and self.outer.after(self.number)
+        if moved or not self.skipped:
             self.buckets.gather()
         self.buckets.begin()
 

@@ -143,6 +143,23 @@ def test_checker_handles_concurrent_calls_and_many_steps():
     assert [len(here) for here in lines] == [0, 40, 0]
 
 
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather"])
+def test_call_that_ends_after_a_comparison_is_checked_in_the_next_one(op):
+    def rank(mesh):
+        comm, ledger = mesh.comm("x"), AbftChecker(mesh.rank)
+        hurt = Faulty(comm, f"_{op}", 30) if mesh.rank == FAULTY else comm
+        checked = ledger.wrap(hurt, "x")
+        ledger.begin(0, NullRecorder())
+        block = drawn(checked, (6, 5), "float32")
+        late, hurt.op = getattr(checked, op)(block), None
+        found = [ledger.compare()]
+        checked.all_to_all(block).wait()
+        late.wait()
+        return [*found, ledger.compare()]
+
+    assert run({"x": SIZE}, rank) == [[0, 0], [0, 1], [0, 0]]
+
+
 def product(dtype="float32", m=96, k=48, n=64, seed=0):
     draw = np.random.default_rng(seed)
     a, b = draw.standard_normal((m, k)).astype(dtype), draw.standard_normal((k, n)).astype(dtype)

@@ -23,6 +23,7 @@ RULES = {
     "parallel.shard": ("2", "parallel.shard = 2: ... parallel.zero = 1 or 2 or 3; ..."),
     "parallel.local_steps": ("-1", "parallel.local_steps = -1: ... 0"),
     "parallel.outer_learning_rate": ("0.7", "... only valid for parallel.local_steps > 0; ..."),
+    "parallel.sync": ("stale", "... only valid for parallel.local_steps > 0; ..."),
     "parallel.outer_momentum": ("1", "parallel.outer_momentum = 1.0: ... 0 ... 1"),
     "parallel.bucket_mb": ("-1", "parallel.bucket_mb = -1.0: ... 0 ... finite"),
     "parallel.microbatches": ("0", "parallel.microbatches = 0: ... 1"),

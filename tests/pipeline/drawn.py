@@ -322,7 +322,7 @@ def local_updates(draw):
     words = {"local_steps": draw(st.sampled_from([2, 1, 3]))}
     if draw(MOST):
         words |= {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
-    return words
+    return words | {"sync": draw(st.sampled_from(["blocking", "stale"])), "steps": 4}
 
 
 @st.composite

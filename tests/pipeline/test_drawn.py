@@ -152,7 +152,7 @@ def expected_of(line):
     return serial(alone(exact(line)))
 
 
-LOCAL = "local_steps", "outer_learning_rate", "outer_momentum", "microbatches"
+LOCAL = "local_steps", "sync", "outer_learning_rate", "outer_momentum", "microbatches"
 
 
 def of_workers(model, line):

@@ -128,7 +128,7 @@ def trained(line, hurt_rank=None, fault=None, guards=True):
         trainer, seen = trainer_of(mesh, config), []
         replicas = ReplicaCheck(trainer, int(guards))
         try:
-            for number in range(STEPS):
+            for number in range(config.train.steps):
                 if hit:
                     fault(mesh, trainer, number, comms)
                 step = trainer.step(number)
@@ -149,7 +149,10 @@ def on_one_rank(ranks, hurt, kind=Corrupt):
     return [find.line for find in ranks[hurt].found]
 
 
-@pytest.mark.parametrize("line", [*MATRIX, "d=2 x=2 zero=1 microbatches=2 prefetch=true"])
+LATER = "d=2 x=2 zero=1 microbatches=2 prefetch=true", "d=3 local_steps=1 sync=stale steps=4"
+
+
+@pytest.mark.parametrize("line", [*MATRIX, *LATER])
 def test_guards_find_nothing_and_change_nothing(line):
     for ours, bare in zip(trained(line), trained(line, guards=False), strict=True):
         assert ours[0] == bare[0]
@@ -292,6 +295,12 @@ def hurt_replica(kind, name, bit=3):
             ("e=3 zero=1 experts=6", "value", "router.weight", "rank 1: .* ranks 0 1 2 along e "),
             ("d=3 local_steps=2", "value", "up.weight", "rank 1: .* ranks 0 1 2 along r "),
             ("d=3 local_steps=2", "agreed", "gamma", "rank 1: .*state agreed of .* along r "),
+            (
+                "d=3 local_steps=1 sync=stale",
+                "agreed",
+                "gamma",
+                "rank 1: .*state agreed of .* along r ",
+            ),
             (
                 "e=3 balance_bias=0.1 experts=6",
                 "value",

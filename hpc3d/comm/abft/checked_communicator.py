@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,12 +96,31 @@ class CheckedCommunicator(Communicator):
 
     def open(self, op: str, block: np.ndarray) -> int:
         """Append a row for a communication call to the checksum table; return its index."""
+        return self._append(self.note(op, block))
+
+    def _append(self, note: CallRecord) -> int:
         if len(self.notes) == len(self.rows):
             self.rows, self.came = (
                 np.concatenate([table, np.zeros_like(table)]) for table in (self.rows, self.came)
             )
-        self.notes.append(self.note(op, block))
+        self.notes.append(note)
         return len(self.notes) - 1
+
+    def in_flight(self, row: int) -> Callable[[], int]:
+        """Return a function that returns the row of a call when the call ends.
+
+        If the records have been compared since the call was posted, the call gets a new row.
+        """
+        notes, note, posted = self.notes, self.notes[row], self.rows[row].copy()
+
+        def at_end():
+            if self.notes is notes:
+                return row
+            new = self._append(note)
+            self.rows[new] = posted
+            return new
+
+        return at_end
 
     def note(self, op: str, block: np.ndarray) -> CallRecord:
         trace = self.ledger.trace
@@ -115,8 +134,10 @@ class CheckedCommunicator(Communicator):
             return pending
         row = self.open(op, block)
         self.rows[row, : self.size] = words(block, parts)
+        row_at_end = self.in_flight(row)
 
         def check(whole):
+            row = row_at_end()
             at = self.watched(whole, givers)
             parts = whole.reshape(len(givers), -1)
             for giver in at:
@@ -150,8 +171,10 @@ class CheckedCommunicator(Communicator):
         numbers[: self.size] = signs.total(sums)
         numbers[self.size + 1] = norm(sums)
         share = slack(block.dtype, terms(block), self.size)
+        row_at_end = self.in_flight(row)
 
         def check(total):
+            row = row_at_end()
             if gets:
                 self.sums[row] = share, norm(total)
                 self.rows[row].view(np.float64)[self.size] = signs.total(signs.rows(total))[0]

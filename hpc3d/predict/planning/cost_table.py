@@ -54,6 +54,7 @@ def _key_of(cost: str, config: Config, **values: Any) -> tuple:
         parallel.reduce_dtype,
         parallel.local_steps,
         parallel.outer_momentum > 0,
+        parallel.sync,
         parallel.prefetch,
         parallel.chunked_products,
         *values.items(),

@@ -306,14 +306,18 @@ class Optimizer:
         arrays = value, states.get(MASTER.name), update.grad.reshape(part.shape)
         return part, arrays, states, update.keep(decay)
 
-    def outer(self) -> Iterator[tuple[Array, Array, Array, dict[str, Array]]]:
+    def outer(
+        self, items: Sequence[Parameter] | None = None
+    ) -> Iterator[tuple[Array, Array, Array, dict[str, Array]]]:
         """Yield the arrays of the outer optimizer for each parameter that this rank updates.
 
-        Each item holds the exact values (the master copy, if there is one), the values, the
-        gradients, and the outer states by name, all flat. The time until the caller requests the
-        next item is recorded as "update" in the trace.
+        `items` selects parameters; by default, all are yielded.  Each item holds the exact values
+        (the master copy, if there is one), the values, the gradients, and the outer states by
+        name, all flat.  The time until the caller requests the next item is recorded as "update"
+        in the trace.
         """
-        units = [[self._outer_update(item)] for item in self.parameters if not item.frozen]
+        chosen = self.parameters if items is None else items
+        units = [[self._outer_update(item)] for item in chosen if not item.frozen]
         for [update], [arrays] in zip(units, self._at_hand(units), strict=True):
             with self.parameters.mesh.trace.span("update"):
                 value = arrays[_VALUE]
