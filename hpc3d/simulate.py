@@ -78,8 +78,9 @@ the peak memory of a rank during an evaluation. For a mixture of experts, mixtur
 parameters, active, blocks, group, slots and capacity. If the machine file lists the errors of
 published steps with a similar layout, interval contains layout, steps, low_s and high_s. For GPUs,
 cuda_graph states what the CUDA graph of the step contains, or why it has none. With local updates,
-step_time_s is a mean. The key agreement contains every, the interval in steps, and the step time
-step_s and the bytes of a step in which the workers agree"""
+step_time_s is a mean. The key agreement contains every, the interval in steps, sync, and the step
+time step_s and the bytes of a step in which the workers agree. A stale agreement overlaps with
+every steps, of which this is the last one; bytes contains its bytes in all of them"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,10 +209,14 @@ def _agreement(agreement):
     from hpc3d.comm.mesh import COPIES
 
     every, seconds = agreement["every"], readable_time(agreement["step_s"])
+    stale = agreement["sync"] == "stale"
     received = sum(each["bytes"] for each in agreement["bytes"].get(COPIES, {}).values())
     line = f"{seconds}, in which a rank receives {received / 1e6:.3f} MB from other workers"
     if every == 1:
-        return f"every step: {line}"
+        return f"every step{', stale' * stale}: {line}"
+    if stale:
+        line = f"overlaps with {every} steps, in which a rank receives {received / 1e6:.3f} MB"
+        return f"{line} from other workers; the last one takes {seconds}; the step time is a mean"
     return f"a step in {every}: {line}; the step time is a mean, all other values without it"
 
 

@@ -273,7 +273,10 @@ class GradientBucket(Bucket):
     biases, are reduced over more than one axis. If the first axis is a tensor axis, the bucket is
     `posted_last`, because an earlier reduction would delay messages that are on the critical path.
     Along the axis COPIES, ranks reduce their own shards. `axes` replaces the axes of the gradient.
+    If `copied` is true, the gradient may change while it is reduced.
     """
+
+    copied = False
 
     def __init__(
         self, parameters: Parameters, items: Sequence[Parameter], axes: tuple[str, ...] = ()
@@ -314,7 +317,8 @@ class GradientBucket(Bucket):
     def _carried(self, axis: str) -> Array:
         """Return the bucket's gradient, converted to the dtype of the reduction over `axis`."""
         grad, dtype = self.parameters.grad[self.span], self.parameters.reduced
-        if dtype == grad.dtype or axis not in {self.replicas, *self.items[0].replicas, COPIES}:
+        narrowed = axis in {self.replicas, *self.items[0].replicas, COPIES} and dtype != grad.dtype
+        if not (narrowed or self.copied):
             return grad
         block = self.mesh.comm(axis).buffer(grad.shape, dtype)
         block[...] = grad
@@ -327,12 +331,8 @@ class GradientBucket(Bucket):
         return rows
 
     def _own_shards(self, comm: Communicator) -> Array:
-        """Return the shards of the gradient that this rank updates, as a flat block.
-
-        Outer gradients are copied, because they may be reduced during the next steps.
-        """
-        outer = self.axes == (COPIES,)
-        if not outer and self.columns[-1].stop == self.span.stop - self.span.start:
+        """Return the shards of the gradient that this rank updates, as a flat block."""
+        if self.columns[-1].stop == self.span.stop - self.span.start:
             return self._carried(COPIES)
         block = comm.buffer((self.columns[-1].stop,), self.parameters.reduced)
         for slices, columns in zip(self.slices, self.columns, strict=True):

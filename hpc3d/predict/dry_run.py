@@ -135,10 +135,10 @@ def _parts(found: dict) -> Iterator[str]:
 
 def _bytes(received: float, config: Config) -> str:
     line = f"communication: a rank of the first stage receives {_size(received)} per step"
-    if config.parallel.local_steps > 1:
-        line += (
-            f", averaged over {config.parallel.local_steps} steps, one of which has an agreement"
-        )
+    parallel = config.parallel
+    if parallel.local_steps > 1:
+        agreement = "which overlap with" if parallel.sync == "stale" else "one of which has"
+        line += f", averaged over {parallel.local_steps} steps, {agreement} an agreement"
     return line
 
 

@@ -181,7 +181,7 @@ def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]
     The function maps (stage, number of layers of each chunk) to bytes.
     """
     parts, placement = costs.parts(config), model_of(config).placement
-    sums, *rest = costs.update(config, stage_content(contents(config)[0]))
+    sums, rest, gathers = costs.update(config, stage_content(contents(config)[0]))
     sample = costs.sample(config, config.parallel.zero)
 
     def held(stage, layers):
@@ -189,8 +189,8 @@ def _held_of(costs: CostTable, config: Config) -> Callable[[int, tuple[int, ...]
             StageContent(count, part == 0, part == placement.parts - 1, _mixtures(config, count))
             for part, count in zip(placement.parts_of(stage), layers, strict=True)
         )
-        peaks = sums.peak, max(each.peak for each in rest)
-        return stage_bytes(sample, config, parts, content, stage, *peaks).total()
+        update = sums, rest + gathers
+        return stage_bytes(sample, config, parts, content, stage, *update).total()
 
     return held
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpc3d.comm.mesh import COPIES
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.step_model import StageTimes, reduced
 from hpc3d.pipeline.timeline import Cost
@@ -90,6 +91,9 @@ class Estimator:
         micros = config.parallel.microbatches
         known = {key: sum(work, NOTHING) * micros for key, work in known.items()}
         totals = [known[id(work)] for work in works]
+        if config.parallel.sync == "stale":  # overlaps with all steps
+            seconds = max(each.seconds for each in totals) + after.seconds - after.idle[COPIES]
+            after = _without(after, Counter({COPIES: min(seconds, after.idle[COPIES])}))
         step = max(totals, key=lambda each: each.seconds) + after
 
         # If ranks share cores, the work takes `slowdown` times as long.
@@ -104,7 +108,7 @@ class Estimator:
             {a: slowdown * s + (1 - slowdown) * step.idle[a] for a, s in step.waits.items()}
         )
         compute = total - bubble - waits.total()
-        stage, kinds = fullest(costs, config, parts, chunks, sums.peak, rest.peak)
+        stage, kinds = fullest(costs, config, parts, chunks, sums, rest)
         return Estimate(config, total, compute, bubble, +waits, stage, kinds)
 
     def _last_work(self, config, parts, stages):

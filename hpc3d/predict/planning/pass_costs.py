@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, reduce
 from itertools import chain
 from math import ceil, inf
@@ -36,7 +36,7 @@ from hpc3d.predict.simulation.simulated_clock import (
 from hpc3d.training.gradient_compression import GradientCompression, compression_of
 from hpc3d.training.graphed_step import captured
 from hpc3d.training.optimizers.catalog import optimizer_for, optimizer_of
-from hpc3d.training.optimizers.outer import OuterOptimizer
+from hpc3d.training.optimizers.outer import outer_optimizer_of
 from hpc3d.training.trainer import gathers_later, parameters_of, spec_of
 
 if TYPE_CHECKING:
@@ -471,13 +471,22 @@ class LayerSample:
         return sums, rest + self._agreement(times, most), gathers
 
     def _agreement(self, times: float, most: float) -> Pass:
-        """Return the mean cost per step of the agreements of workers with local updates."""
+        """Return the mean cost per step of the agreements of workers with local updates.
+
+        If they are stale, the field `left` contains the bytes of a full agreement in flight.
+        """
         every, (parameters, optimizer, compression) = self.config.parallel.local_steps, self.layer
-        if not every:
+        parallel = replace(self.config.parallel, local_steps=min(every, 1))
+        train = replace(self.config.train, steps=3)
+        config = replace(self.config, parallel=parallel, train=train)
+        buckets = Buckets(parameters, most, compression)
+        outer = outer_optimizer_of(config, optimizer, buckets)
+        if not outer:
             return NOTHING
-        outer = OuterOptimizer(self.config, optimizer, Buckets(parameters, most, compression))
         with self.clock.repeated(times, most):
-            return self.measured(outer.agree)[1] * (1 / every)
+            _, first = self.measured(partial(outer.after, 0))
+            _, done = self.measured(partial(outer.after, 1))
+        return (done * (1 / every))._replace(left=first.left)
 
 
 class StageContent(NamedTuple):

@@ -130,13 +130,13 @@ def fullest(
     config: Config,
     parts: PartCosts,
     chunks: Sequence[Sequence[StageContent]],
-    sums: int,
-    rest: int,
+    sums: Pass,
+    rest: Pass,
 ) -> tuple[int, dict[str, int]]:
     """Return the index of the stage with the highest peak memory, and its peak by memory kind.
 
-    `chunks` lists the contents of each stage's model chunks. `sums` and `rest` are the peak memory
-    of a layer's gradient reductions and of its optimizer update. All sizes are in bytes.
+    `chunks` lists the contents of each stage's model chunks. `sums` and `rest` are the costs of a
+    layer's gradient reductions and of its optimizer update. All sizes are in bytes.
     """
     last, sample = len(chunks) - 1, costs.sample(config, config.parallel.zero)
     numbers = {0, min(1, last), max(0, last - 1), last} if even(config) else range(last + 1)
@@ -154,13 +154,13 @@ def stage_bytes(
     parts: PartCosts,
     chunks: Sequence[StageContent],
     number: int,
-    sums: int,
-    rest: int,
+    sums: Pass,
+    rest: Pass,
 ) -> Counter:
     """Return the peak memory of a rank on stage `number`, as a dict from memory kind to bytes.
 
-    `chunks` lists the contents of the stage's model chunks. `sums` and `rest` are the peak memory,
-    in bytes, of a layer's gradient reductions and of its optimizer update.
+    `chunks` lists the contents of the stage's model chunks. `sums` and `rest` are the costs of a
+    layer's gradient reductions and of its optimizer update.
     """
     parallel, model, content = config.parallel, model_of(config), stage_content(chunks)
     held, layer = sample.held_by(content), sample.layer_gradient
@@ -181,11 +181,21 @@ def stage_bytes(
     early, most = _reduced(sample, config, content)
     backward = parts.layer.weight if split else parts.layer.whole
     remaining = max(1, content.layers - early * len(sample.layers.layers))
-    moments += [(0, min(times, ahead) * rest), (0, most * sums)]
-    moments += [(remaining * parts.layer.forward.left, early * sums + backward.peak + blocks)]
+    moments += [(0, min(times, ahead) * rest.peak), (0, most * sums.peak)]
+    moments += [(remaining * parts.layer.forward.left, early * sums.peak + backward.peak + blocks)]
     saved, passing = max(moments, key=sum)
+    passing += _part_in_flight(config, held["gradient"]) * times * rest.left
     passes = {"activations in flight": int(saved), "the running pass": int(passing)}
     return held + Counter(passes | {"workspace": parts.workspace})
+
+
+def _part_in_flight(config: Config, gradient: float) -> float:
+    """Return the largest part of a stale agreement that is in flight in a step.
+
+    The gradients of the rank have `gradient` bytes.
+    """
+    count, every = buckets(gradient, config.parallel.bucket_bytes), config.parallel.local_steps
+    return min(1.0, (max(1.0, count / max(1, every)) + 1) / max(1, count))
 
 
 def stage_memory(

@@ -92,6 +92,17 @@ class Clock(CostMeter):
             lost = self._lost(self.now - begin, busy / (self.now - begin), occupied - begin)
             self.now, self.busy = self.now + lost, self.busy + lost
 
+    def elapse(self, length: int, busy: int) -> int:
+        """Advance the clock by local steps of `length` ns, which compute for `busy` ns.
+
+        The return value is the time in ns that they lose to collectives in flight.
+        """
+        begin = self.now
+        self.advance(length, 0, 0)
+        self.host += length
+        self.contend(begin, busy, self.occupied)
+        return self.now - begin - length
+
     def synchronize(self) -> None:
         """Wait on the host until the GPU has completed all work."""
         self.host = max(self.host, self.now)

@@ -116,6 +116,18 @@ class StageRun(NamedTuple):
         return sum(each.ranks * each.busy for each in self.classes) / count
 
 
+class Overlap(NamedTuple):
+    """Local steps that overlap with a stale agreement, and precede the step in which it ends.
+
+    The agreement has `steps` steps, including the last one. The others take `length` ns in total,
+    in which a rank computes for `busy` ns.
+    """
+
+    steps: int
+    length: int
+    busy: int
+
+
 BYTE_VOCABULARY = 256  # vocabulary size of the byte tokenizer
 
 
@@ -148,17 +160,21 @@ def simulate(config: Config, vocabulary: int, machine: Machine) -> list[StageRun
     """Simulate a training step on a machine; return the StageRun of each pipeline stage.
 
     `config` must be resolved. With local updates, steps with and without an agreement are
-    simulated.
+    simulated. The step with a stale agreement contains all of its work, and its communication that
+    does not overlap with the local steps.
     """
     machine = machine.with_ranks(config.grid().size)
     config = with_bucket_size(config, machine)
-    steady = replace(config.train, steps=_SECOND + 2)
+    every, stale = config.parallel.local_steps, config.parallel.sync == "stale"
+    steady = replace(config.train, steps=_SECOND + (4 if stale else 2))
     config = replace(config, train=steady)
-    if config.parallel.local_steps < 2:
+    if every < 2:
         return _simulated_step(config, vocabulary, machine)
-    local, agreeing = (
-        _simulated_step(_with_local_steps(config, each), vocabulary, machine)
-        for each in (INT32, 1)
+    local = _simulated_step(_with_local_steps(config, INT32), vocabulary, machine)
+    busy = round(fmean(run.mean_busy for run in local))
+    overlap = Overlap(every, (every - 1) * step_length(local), (every - 1) * busy)
+    agreeing = _simulated_step(
+        _with_local_steps(config, 1), vocabulary, machine, overlap if stale else None
     )
     return [_with_agreement(*pair) for pair in zip(local, agreeing, strict=True)]
 
@@ -170,7 +186,9 @@ def _with_agreement(run: StageRun, other: StageRun) -> StageRun:
     return run._replace(peak=other.peak, agreement=other, others=others)
 
 
-def _simulated_step(config: Config, vocabulary: int, machine: Machine) -> list[StageRun]:
+def _simulated_step(
+    config: Config, vocabulary: int, machine: Machine, overlap: Overlap | None = None
+) -> list[StageRun]:
     classes = owner_classes(config)
     count = len(classes.first) if classes else 1
 
@@ -178,7 +196,7 @@ def _simulated_step(config: Config, vocabulary: int, machine: Machine) -> list[S
         def stage(peers):
             owners = OwnerPeers(peers, classes) if classes else None
             clock = clock_of(machine, slowdown)
-            return run(owners or peers, config, vocabulary, program, clock, owners)
+            return run(owners or peers, config, vocabulary, program, clock, owners, overlap)
 
         found = StageTurns(config.mesh.p * count).run(stage)
         firsts = range(0, len(found), count)
@@ -216,11 +234,12 @@ def run(
     program: Program,
     clock: Clock,
     owners: OwnerPeers | None = None,
+    overlap: Overlap | None = None,
 ) -> StageRun:
     """Simulate the pipeline stage of this thread.
 
     `peers` exchanges times with the other stages. If blocks have owner ranks, `owners` is the
-    class of ranks of this thread.
+    class of ranks of this thread. `overlap` lists the steps that overlap with a stale agreement.
     """
     trainer = simulated_trainer(peers, config, vocabulary, program, clock, owners)
     mesh, ledger, logits = trainer.mesh, trainer.mesh.trace, _bytes_of_logits(trainer)
@@ -230,16 +249,18 @@ def run(
         of = peers.rank + 1, config.mesh.p, number + 1, _SECOND + 1
         log.info("simulating stage %d of %d, step %d of %d", *of)
         ledger.clear()
+        lost = clock.elapse(overlap.length, overlap.busy) if overlap and number else 0
         busy, wired = clock.busy, clock.wired
         trainer.step(number)
     axes = [group["axis"] for group in ledger.header["groups"]]
     memory = [row for row in ledger.memory if row[1] == _SECOND]
-    return StageRun(
+    rank, step, begin, *others = ledger.steps[-1]
+    done = StageRun(
         rank=mesh.rank,
         events=ledger.trace_rows(),
         names=[*ledger.strings],
         axes=axes,
-        step=ledger.steps[-1],
+        step=(rank, step, begin - lost, *others),
         memory=memory,
         peak=dict(mesh.pool.peak),
         tables=_bytes_of_tables(trainer.parameters),
@@ -250,6 +271,18 @@ def run(
         account=dict(ledger.account),
         saved=_saved_by(passes),
     )
+    return done._replace(peak=_peak_during(trainer, overlap.steps)) if overlap else done
+
+
+def _peak_during(trainer: Trainer, steps: int) -> dict[str, int]:
+    """Return the peak memory of a step during a stale agreement of `steps` steps.
+
+    In this step, the largest part of the agreement is in flight.
+    """
+    trainer.outer.keep_largest(steps)
+    for number in (_SECOND + 1, _SECOND + 2):
+        trainer.step(number)
+    return dict(trainer.mesh.pool.peak)
 
 
 def simulated_trainer(

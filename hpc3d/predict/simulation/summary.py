@@ -2,8 +2,9 @@
 
 With local updates, `step_time_s` and the values derived from it are means over the steps with and
 without an agreement. `agreement` contains the interval `every` in steps, and the step time and the
-communication of a step with an agreement. All other values belong to a step without an agreement,
-unless the workers agree after every step.
+communication of a step with an agreement. A step with a stale agreement contains all of its work,
+and the part of its communication that does not overlap with the other steps. All other values
+belong to a step without an agreement, unless the workers agree after every step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hpc3d.trace.schema import (
 )
 
 if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
+    from hpc3d.config.input_file import Config, ParallelConfig
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.simulation.simulator import StageRun
 
@@ -83,16 +84,17 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
         "memory": memory(runs, machine),
         "bytes": moved(runs[0]),
         **_divided(runs, busiest),
-        **_agreement(runs, config.parallel.local_steps),
+        **_agreement(runs, config.parallel),
     } | ({"interval": around} if around else {})
 
 
-def _agreement(runs: Sequence[StageRun], every: int) -> dict[str, Any]:
-    if not every:
+def _agreement(runs: Sequence[StageRun], parallel: ParallelConfig) -> dict[str, Any]:
+    if not parallel.local_steps:
         return {}
     agreeing = agreement_of(runs)
-    seconds = step_length(agreeing) / 1e9
-    return {"agreement": {"every": every, "step_s": seconds, "bytes": moved(agreeing[0])}}
+    about = {"every": parallel.local_steps, "sync": parallel.sync}
+    about |= {"step_s": step_length(agreeing) / 1e9, "bytes": moved(agreeing[0])}
+    return {"agreement": about}
 
 
 def _flops(run: StageRun) -> int:

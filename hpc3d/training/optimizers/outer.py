@@ -138,9 +138,25 @@ class StaleOuterOptimizer(OuterOptimizer):
 
     def __init__(self, config: Config, optimizer: Optimizer, buckets: Buckets) -> None:
         super().__init__(config, optimizer, buckets)
+        for bucket in buckets.of_workers:
+            bucket.copied = True
         self.fragments = [*_fragments(buckets.of_workers, self.every)]
         self.waiting: deque[_Fragment] = deque()
         self.in_flight: deque[_Fragment] = deque()
+
+    def keep_largest(self, steps: int) -> None:
+        """Reduce only the fragments that are in flight at the same time in an agreement.
+
+        An agreement of `steps` steps is divided into fragments, and the largest part of it that is
+        in flight in one step is kept. Predictions use this method, which leaves out the rest.
+        """
+        fragments = [*_fragments(self.buckets.of_workers, steps)]
+        parts = [
+            [other.bucket for other in fragments if other.first <= each.first < other.last]
+            for each in fragments
+        ]
+        largest = max(parts, key=_elements, default=[])
+        self.fragments = [*_fragments(largest, self.every)]
 
     def is_agreed(self, number: int) -> bool:
         return number + 1 == self.steps
@@ -151,12 +167,11 @@ class StaleOuterOptimizer(OuterOptimizer):
         if last:
             self.complete()
         if ends := last or not offset:
-            self._merge()
+            self._begin()
         if last:
             self.agree()
-        elif ends:
-            self._begin()
-        self._post(offset)
+        else:
+            self._post(offset)
         return ends
 
     def complete(self) -> None:
@@ -166,19 +181,20 @@ class StaleOuterOptimizer(OuterOptimizer):
         self._receive(self.every)
         self.buckets.begin()
 
-    def _merge(self) -> None:
-        """Add the worker's updates since the start of the agreement to the agreed parameters."""
+    def agree(self) -> None:
+        super().agree()
+        self.waiting.clear()
+        for *_, states in self.optimizer.outer():
+            states[_DEVIATION.name].fill(0)
+
+    def _begin(self) -> None:
+        """Apply the agreement that ends, if any, and start the next one."""
         for exact, value, _, states in self.optimizer.outer():
             deviation = states[_DEVIATION.name]
             exact -= deviation
-            deviation.fill(0)
+            deviation[...] = exact
             if value is not exact:
                 value[...] = exact
-
-    def _begin(self) -> None:
-        """Start an agreement on the current parameters."""
-        for exact, _, _, states in self.optimizer.outer():
-            states[_DEVIATION.name][...] = exact
         self.waiting.extend(self.fragments)
 
     def _post(self, offset: int) -> None:
@@ -210,6 +226,11 @@ def outer_optimizer_of(
         return None
     kinds = {"blocking": OuterOptimizer, "stale": StaleOuterOptimizer}
     return kinds[config.parallel.sync](config, optimizer, buckets)
+
+
+def _elements(buckets: Sequence[GradientBucket]) -> int:
+    """Return the number of elements of which this rank reduces the outer gradients."""
+    return sum(bucket.columns[-1].stop for bucket in buckets)
 
 
 def _fragments(buckets: Sequence[GradientBucket], steps: int) -> Iterator[_Fragment]:

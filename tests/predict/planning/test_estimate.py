@@ -111,6 +111,10 @@ d=4 x=2 scheme=1d local_steps=1
 d=8 shard=2 zero=3 local_steps=1 train.backend=cupy
 p=2 d=4 schedule=1f1b microbatches=4 local_steps=1 compression=powersgd
 d=8 local_steps=1 train.optimizer=muon
+d=8 local_steps=1 sync=stale outer_momentum=0.9
+d=4 x=2 scheme=1d local_steps=8 sync=stale bucket_mb=0.5
+d=8 shard=2 zero=3 local_steps=4 sync=stale train.backend=cupy
+p=2 d=4 schedule=1f1b microbatches=4 local_steps=4 sync=stale compression=powersgd
 """.strip().splitlines()
 
 EVERY = [*LAYOUTS, *OF_LLAMA, *OF_BERT, *CUT, *MIXTURES, *COMPRESSED, *LOCAL]

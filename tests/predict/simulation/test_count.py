@@ -86,7 +86,7 @@ d=2 x=2 y=2 scheme=3d-broadcast compression=powersgd compression_rank=2
 c=2 d=2 z=2 sequence=4 overlap=false compression=top-k compression_share=0.05
 """.strip().splitlines()
 
-# The second step has an agreement (local_steps=2) or none (local_steps=3).
+# The second step has an agreement (local_steps=1 or 2) or none (local_steps=3).
 LOCAL = """
 d=2 local_steps=2 steps=4 microbatches=2 bucket_mb=0.01 outer_momentum=0.9
 d=2 x=2 local_steps=3 steps=4 scheme=1d
@@ -94,6 +94,9 @@ dtype=bfloat16 d=4 shard=2 zero=3 local_steps=2 steps=4 microbatches=2 hidden=36
 p=2 d=2 x=2 y=2 scheme=3d-broadcast schedule=1f1b microbatches=2 local_steps=2 steps=4
 d=2 e=2 experts=4 balance_bias=0.01 local_steps=2 steps=4 reduce_dtype=bfloat16 dtype=float32
 d=4 local_steps=2 steps=4 compression=powersgd compression_rank=3
+d=2 local_steps=1 steps=4 sync=stale microbatches=2 bucket_mb=0.01 outer_momentum=0.9
+p=2 d=4 shard=2 zero=1 schedule=1f1b microbatches=2 local_steps=1 sync=stale steps=4
+d=3 local_steps=1 steps=4 sync=stale compression=top-k compression_share=0.1
 """.strip().splitlines()
 
 # All-gathers of updated values during the forward pass.
@@ -109,7 +112,7 @@ LINES = [
     *strided(MIXTURES, 9),
     *strided(NARROW, 9, 1),
     *strided(COMPRESSED, 9),
-    *strided(LOCAL, 3),
+    *strided(LOCAL, 5),
     *strided(LATER, 3),
     *strided(MANY, len(MANY), len(MANY)),
 ]

@@ -51,6 +51,8 @@ p=2 d=2 e=2 experts=4 moe_every=2 schedule=zb-h1 microbatches=4 zero=2
 c=2 e=2 x=2 kind=llama kv_heads=12 sequence=8 experts=4 top_k=2
 d=2 x=2 dtype=bfloat16 microbatches=2 bucket_mb=0.01 local_steps=2 outer_momentum=0.9
 p=2 d=2 dtype=float32 schedule=1f1b microbatches=4 local_steps=2 'offload=["optimizer"]'
+d=2 x=2 dtype=bfloat16 microbatches=2 bucket_mb=0.01 local_steps=1 sync=stale steps=4
+d=4 shard=2 zero=3 dtype=float32 microbatches=2 local_steps=1 sync=stale steps=4 hidden=36
 """.strip().splitlines()
 
 OF_MPI = (

@@ -8,10 +8,13 @@ import pytest
 
 from hpc3d.cuda.gpu import WORKSPACE
 from hpc3d.model.stage import Stage
-from hpc3d.pipeline.program import Program
+from hpc3d.pipeline.program import Program, program_of
+from hpc3d.predict.machine.machine import Link
 from hpc3d.predict.simulation import simulator
 from hpc3d.predict.simulation.count import predict
-from hpc3d.predict.simulation.simulator import simulate, step_length
+from hpc3d.predict.simulation.simulated_clock import clock_of
+from hpc3d.predict.simulation.simulator import simulate, simulated_trainer, step_length
+from hpc3d.predict.simulation.stage_turns import StageTurns
 from hpc3d.predict.simulation.summary import summary
 from hpc3d.trace.schema import CATEGORY, OP, PHASE
 from tests.pipeline.mixes import MIXES, config_of
@@ -323,3 +326,42 @@ def test_gradient_reduction_overlaps_only_if_enabled():
         found = summary(runs, config, MACHINE)
         waits[overlap] = found["communication"] * found["step_time_s"]
     assert waits["true"] < 0.8 * waits["false"]
+
+
+ROUND = "schedule=none steps=60 batch=24 sync=stale microbatches=2 dtype=float32 vocabulary=29"
+
+
+def executed(config, machine, rounds=2):
+    """Return the mean time of a step in ns, and the peak memory, of all steps of a round."""
+    program, clock = program_of(config), clock_of(machine)
+    peers = StageTurns(1).peers(0)
+    trainer = simulated_trainer(peers, config, config.model.vocabulary, program, clock)
+    every, peaks = config.parallel.local_steps, []
+    for number in range(rounds * every):
+        trainer.step(number)
+    begin = clock.now
+    for number in range(rounds * every, (rounds + 1) * every):
+        trainer.step(number)
+        peaks.append(trainer.mesh.pool.peak["all"])
+    return (clock.now - begin) / every, max(peaks)
+
+
+@pytest.mark.parametrize(("bandwidth", "contention"), [(2e8, 1.5), (3e7, 1.0)])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "d=2 local_steps=2",
+        "d=2 local_steps=6 bucket_mb=0.005",
+        "d=4 local_steps=3 bucket_mb=0.02 outer_momentum=0.9",
+        "d=4 shard=2 zero=1 local_steps=8 bucket_mb=0.01",
+        "d=4 local_steps=16 bucket_mb=0.01 x=2 batch=48",
+    ],
+)
+def test_step_with_a_stale_agreement_represents_all_steps_of_a_round(line, bandwidth, contention):
+    """Communication that takes longer than a round is exposed in both, and the peak is exact."""
+    config, links = config_of(f"{ROUND} {line}"), (Link(0, 1e-5, bandwidth),)
+    machine = replace(MACHINE, ranks_per_node=1, links=links, contention=contention)
+    runs = simulate(config, 29, machine)
+    seconds, peak = executed(config, machine)
+    assert summary(runs, config, machine)["step_time_s"] == pytest.approx(seconds / 1e9, rel=0.02)
+    assert runs[0].peak["all"] == peak

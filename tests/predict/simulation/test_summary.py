@@ -43,6 +43,7 @@ def test_local_updates_are_averaged_over_the_steps_between_agreements():
     always, mean = (summary(runs, config, MACHINE) for config, runs in every.values())
     assert always["agreement"] == {
         "every": 1,
+        "sync": "blocking",
         "step_s": always["step_time_s"],
         "bytes": always["bytes"],
     }
