@@ -16,9 +16,13 @@ def case(job, transport, line):
 
 
 def expected(line):
-    """Return the expected result of a mix: of the serial model, or of its asynchronous rule."""
+    """Return the expected result of a mix: of the serial model, of workers with one rank each, or
+    of its asynchronous rule."""
     from tests.pipeline.mixes import alone, serial, words_of
+    from tests.pipeline.test_drawn import of_workers
 
+    if "local_steps" in words_of(line):
+        return of_workers(alone(line), line)
     if not words_of(line)["schedule"].startswith("pipedream"):
         return serial(alone(line))
     from tests.pipeline.test_weight_versions import reference, rule_of

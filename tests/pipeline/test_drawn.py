@@ -152,7 +152,7 @@ def expected_of(line):
     return serial(alone(exact(line)))
 
 
-LOCAL = "local_steps", "sync", "outer_learning_rate", "outer_momentum", "microbatches"
+LOCAL = "local_steps", "sync", "outer_learning_rate", "outer_momentum", "microbatches", "steps"
 
 
 def of_workers(model, line):
@@ -284,6 +284,7 @@ FOUND = (
     """x=3 y=2 d=2 zero=3 split='{m="x",n="y",own="x",panels="y"}'""",
     """x=2 y=2 d=2 zero=2 kind=bert split='{m="x",n="y"}'""",
     """d=2 path='["0.h5", "1.h5"]' weights='[2, 1]'""",
+    """d=4 local_steps=3 sync=stale bucket_mb=0 outer_momentum=0.9 steps=8""",
 )
 
 

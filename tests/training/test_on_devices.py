@@ -181,11 +181,13 @@ def test_devices_save_the_same_values_as_numpy(tmp_path):
 LOCAL = "d=2 x=2 schedule=none microbatches=2 local_steps=2 outer_momentum=0.9"
 
 
-def test_local_updates_on_devices_equal_those_on_numpy(tmp_path):
+@pytest.mark.parametrize("sync", ["blocking", "stale"])
+def test_local_updates_on_devices_equal_those_on_numpy(sync, tmp_path):
     """The run resumes between two agreements, and has a third one after the last step."""
+    line = f"{LOCAL} sync={sync}"
     for transport in ("nccl", None):
-        life(tmp_path / str(transport), LOCAL, transport, 1)
-    found, expected = (life(tmp_path / str(each), LOCAL, each, 4) for each in ("nccl", None))
+        life(tmp_path / str(transport), line, transport, 1)
+    found, expected = (life(tmp_path / str(each), line, each, 4) for each in ("nccl", None))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours.totals, theirs.totals, rtol=1e-10)
         for name, (_, block) in ours.weights.items():

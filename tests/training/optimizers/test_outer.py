@@ -365,6 +365,20 @@ def test_another_number_of_workers_applies_the_mean_of_the_agreement_in_flight(t
         np.testing.assert_array_equal(agreed, found[4][0][1])
 
 
+def test_no_agreement_is_in_flight_after_the_last_step():
+    config = config_of(f"{LOCAL} {DILOCO} sync=stale")
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config)
+        moved = []
+        for number in range(config.train.steps):
+            trainer.step(number)
+            moved.append(bool(trainer.optimizer.states["deviation"].any()))
+        return moved, [*trainer.outer.waiting, *trainer.outer.in_flight]
+
+    assert run(config.sizes(), rank) == [([False, True, True, True, False], [])] * 2
+
+
 def test_saving_completes_the_agreement_in_flight_and_changes_no_value():
     """Saved arrays are independent of the buckets, and the run does not depend on saving."""
     configs = [
