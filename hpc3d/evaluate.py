@@ -96,6 +96,7 @@ def _prepare(job: Job, words: Sequence[str], texts: ExitStack) -> _OpenedTexts:
     from hpc3d.generation.evaluation_layout import ACCEPTED, evaluation_layout
     from hpc3d.generation.tensor_layout import described
     from hpc3d.generation.trained_model import (
+        DOCUMENTS,
         find_weights,
         is_published,
         refuse_others,
@@ -111,13 +112,16 @@ def _prepare(job: Job, words: Sequence[str], texts: ExitStack) -> _OpenedTexts:
         command.error(
             f"unrecognized arguments: {' '.join(others)}; specify one model, and texts by --data"
         )
-    path, model = options.model, ["model."] * is_published(options.model)
+    path = options.model
+    model = ("model.", *DOCUMENTS) if is_published(path) else ()
     refuse_others("evaluate", settings, (*ACCEPTED, *model))
     found = find_weights("evaluate", path, settings)
     config = evaluation_layout(found.config, words_with(settings, ACCEPTED), job.size)
     config = replace(config, train=replace(config.train, eval_batches=options.batches or 0))
     refuse_what_cannot_fit(config, number_in(LOCAL_RANKS, default=1), training=False)
     pairs = [_open_text(path, found, config, file, texts) for file in options.data]
+    data = config.data.with_separator(pairs[0][0].end(), config.model.vocabulary)
+    config = replace(config, data=data)
     for line in (*found.notes, f"{found.source.path}: {described(config)}"):
         job.complain(line)
     plan = _EvaluationPlan(config, found.source, [*map(str, options.data)])

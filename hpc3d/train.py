@@ -262,30 +262,13 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
     model = replace(config.model, vocabulary=vocabulary)
     refuse([*wrong_tokens(model, tokens.mask())])
     data = replace(config.data, tokenizer=tokens.tokenizer)
-    return replace(config, model=model, data=_with_separator(data, tokens, vocabulary))
+    data = data.with_separator(tokens.end(), vocabulary)
+    _refuse_without_ends(data, tokens)
+    return replace(config, model=model, data=data)
 
 
-def _with_separator(data: DataConfig, tokens: Tokens, vocabulary: int) -> DataConfig:
-    """Return `data` with the end-of-document token, if its documents need one.
-
-    Raises
-    ------
-    ValueError
-        If `data.boundaries` needs this token, but the tokenizer or a text has none, or if the
-        tokenizer has no token `data.separator`.
-    """
-    if data.boundaries and data.separator is None:
-        if (end := tokens.end()) is None:
-            raise ValueError(
-                f"data.boundaries = true: the tokenizer of {data.paths()[0]} has no known "
-                "end-of-document token; set data.separator to its ID"
-            )
-        data = replace(data, separator=end)
-    if data.separator is not None and data.separator >= vocabulary:
-        raise ValueError(
-            f"data.separator = {data.separator}: the tokenizer has no such token; use an ID below "
-            f"{vocabulary}"
-        )
+def _refuse_without_ends(data: DataConfig, tokens: Tokens) -> None:
+    """Raise ValueError if `data` needs end-of-document tokens, but a text has none."""
     key = "data.boundaries = true" if data.boundaries else "data.shuffle = documents"
     if (data.boundaries or data.shuffle == "documents") and data.separator in (None, tokens.end()):
         for path, text in zip(data.paths(), tokens.parts(), strict=True):
@@ -294,7 +277,6 @@ def _with_separator(data: DataConfig, tokens: Tokens, vocabulary: int) -> DataCo
                     f"{key}: {path} contains no end-of-document token; use a file with "
                     "end-of-document tokens, or remove the key"
                 )
-    return data
 
 
 def checked_program(config: Config, this_machine: bool = True) -> Program:

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -46,12 +47,17 @@ def result(printed):
     return json.loads(printed.splitlines()[-1])
 
 
-def expected(folder, text):
-    """Return the mean loss and the accuracy of byte tokens, from the logits of each window."""
+def expected(folder, text, separator=None):
+    """Return the mean loss and the accuracy of byte tokens, from the logits of each window.
+
+    Documents, which end with the token `separator`, have windows of their own.
+    """
     tokens = np.array([*text.encode(), 0])
     loss, right = 0.0, 0
-    for start in range(0, len(tokens) - 1, 8):
-        window = tokens[start : start + 9]
+    ends = np.flatnonzero(tokens[:-1] == separator) + 1
+    starts = sorted({*range(0, len(tokens) - 1, 8), *ends.tolist()} - {len(tokens) - 1})
+    for start, stop in pairwise([*starts, len(tokens) - 1]):
+        window = tokens[start : stop + 1]
         padded = np.zeros((1, 8), np.int64)
         padded[0, : len(window) - 1] = window[:-1]
         (logits,) = drawn_models.logits(folder, padded)
@@ -101,6 +107,31 @@ def test_transformers_folder_is_evaluated_like_its_run(run, tmp_path):
         assert result(printed)["files"][0]["loss"] == pytest.approx(
             expected(step, "cat")[0], rel=1e-10
         )
+
+
+def test_documents_of_a_sequence_are_separated_as_in_training(tmp_path):
+    """The 3-byte documents of the text share windows of 8 tokens with learned positions."""
+    text, separator = "ab\nba\nab\nab\nba\nab", ord("\n")
+    (tmp_path / "text.txt").write_text(text)
+    model = MODEL.replace("kind=llama kv_heads=4 ffn=48", "kind=gpt2")
+    step = drawn_models.saved(tmp_path / "run", f"{model} boundaries=true separator={separator}")
+    export(Checkpoint(step), tmp_path / "theirs")
+    separated, packed = expected(step, text, separator), expected(step, text)
+    assert abs(separated[0] - packed[0]) > 1e-3
+    documents = ["--data.boundaries", "true", "--data.separator", separator]
+    for path, ranks, more, (loss, accuracy) in [
+        (step, 2, ["--mesh.c", 2], separated),
+        (tmp_path / "theirs", 1, documents, separated),
+        (tmp_path / "theirs", 1, [], packed),
+    ]:
+        data = ["--data", tmp_path / "text.txt", "--json"]
+        (found,) = result(checked(ranks, "-m", "hpc3d.evaluate", path, *data, *more))["files"]
+        assert found["loss"] == pytest.approx(loss, rel=1e-10)
+        assert found["accuracy"] == pytest.approx(accuracy)
+    data = ["--data", tmp_path / "text.txt"]
+    assert prepared(1, step, *data).plan.config.data.separator == separator
+    theirs = prepared(1, tmp_path / "theirs", *data, *documents[:2]).plan.config.data
+    assert (theirs.boundaries, theirs.separator) == (True, 0)
 
 
 @pytest.mark.slow
@@ -167,6 +198,7 @@ def test_tokenizer_of_the_run_is_required(run, tmp_path):
         (["--mesh.c", "4"], "mesh: c 4 = 4 ranks, but the job has 2"),
         (["--train.batch", "7", "--mesh.d", "2"], "train.batch"),
         (["--model.hidden", "8"], "--model.hidden: the trained model determines this key; "),
+        (["--data.boundaries", "true"], "--data.boundaries: the trained model determines this "),
         (["--train.steps", "8"], "--train.steps: the trained model determines this key; "),
         (["--batches", "-1"], "argument --batches: -1: must be"),
         (["--mesh.x", "0"], "mesh.x = 0: must be at least 1"),

@@ -11,7 +11,7 @@ older runs do not contain the key.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -420,6 +420,27 @@ class DataConfig:
         """Return the paths of the separate validation texts."""
         texts = self.validation or ()
         return () if isinstance(texts, float) else (texts,) if isinstance(texts, str) else texts
+
+    def with_separator(self, end: int | None, vocabulary: int) -> DataConfig:
+        """Return these keys with `separator` set if `boundaries` is true.
+
+        `end` is the ID of the tokenizer's end-of-document token, or `None` if the tokenizer has
+        none. Raises ValueError if the ID is unknown or not in the vocabulary.
+        """
+        data = self
+        if data.boundaries and data.separator is None:
+            if end is None:
+                raise ValueError(
+                    "data.boundaries = true: the tokenizer has no known end-of-document token; "
+                    "set data.separator to its ID"
+                )
+            data = replace(data, separator=end)
+        if data.separator is not None and data.separator >= vocabulary:
+            raise ValueError(
+                f"data.separator = {data.separator}: the tokenizer has no such token; use an ID "
+                f"below {vocabulary}"
+            )
+        return data
 
     def document_end(self) -> int | None:
         """Return the ID of the token that ends a document, or `None` without boundaries.

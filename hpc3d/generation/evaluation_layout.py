@@ -14,7 +14,13 @@ from typing import Any
 from hpc3d.comm.grid import AXES, divisors
 from hpc3d.config import deprecated_keys
 from hpc3d.config.backend_rules import untrainable
-from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
+from hpc3d.config.input_file import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from hpc3d.config.load import options, override, to_toml, validate
 from hpc3d.config.resolve import refuse, resolve, violated
 from hpc3d.config.rules import unknown_values
@@ -74,6 +80,7 @@ def _base(trained: Config, given: set[str], ranks: int) -> Config:
         mesh=mesh if own else MeshConfig(order=mesh.order, transport=mesh.transport),
         parallel=ParallelConfig(**keep),
         model=undisturbed(trained.model),
+        data=DataConfig(boundaries=trained.data.boundaries, separator=trained.data.separator),
         train=TrainConfig(**{key: getattr(trained.train, key) for key in _TRAIN}),
     )
 

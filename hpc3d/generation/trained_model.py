@@ -30,6 +30,7 @@ from hpc3d.data.tokenizer_files import object_in
 from hpc3d.model.families import FAMILIES, family_of
 
 _TOKENIZER = "tokenizer.json"
+DOCUMENTS = "data.boundaries", "data.separator"
 _LAYOUT = ("mesh.", "parallel.", "train.dtype", "train.backend", "train.tf32")
 
 
@@ -158,11 +159,11 @@ def is_published(path: Path) -> bool:
 def find_weights(verb: str, path: Path, words: Sequence[str]) -> FoundWeights:
     """Find and validate the weights at `path` for the command `verb`; called on rank 0.
 
-    For a Hugging Face model, options `--model.KEY` in `words` are applied. Raises ValueError if
-    the weights are invalid.
+    For a Hugging Face model, options `--model.KEY` and those in DOCUMENTS in `words` are applied.
+    Raises ValueError if the weights are invalid.
     """
     if is_published(path):
-        given = ["--model.dropout", "0", *words_with(words, ("model.",))]
+        given = ["--model.dropout", "0", *words_with(words, ("model.", *DOCUMENTS))]
         config = configured(Pretrained(path), given)
         return FoundWeights(config, WeightSource(path, published=True))
     opened, wrong = newest_whole(checkpoints(path))
