@@ -553,7 +553,8 @@ class TrainConfig:
     torch.validation. The last step is also evaluated. 0 disables evaluation."""
     eval_batches: Annotated[int, AtLeast(0), AtMost(INT32)] = 16
     """Maximum number of batches per evaluation of a text, each with `batch` sequences. 0 evaluates
-    the complete text. For a PyTorch module, the number of batches, which must not be 0."""
+    the complete text, including an incomplete last sequence. For a PyTorch module, the number of
+    batches, which must not be 0."""
     tf32: Annotated[
         bool, ValidFor("train.backend", "cupy"), ValidFor("train.dtype", "float32")
     ] = False

@@ -72,12 +72,14 @@ def validation_of(config: Config, tokens: Tokens, remainder: bool = False) -> Va
 def validations_of(config: Config, texts: Sequence[Tokens]) -> list[ValidationBatches]:
     """Return the evaluation batches of each validation text of a run.
 
+    The batches cover the complete text if train.eval_batches = 0, and full windows otherwise.
     Raises a one-line ValueError that begins with the key of a text if the text is too short.
     """
     found = []
     for key, text in by_key(VALIDATION, texts).items():
         with naming_key(key):
-            found.append(validation_of(config, text))
+            remainder = not config.train.eval_batches
+            found.append(validation_of(config, text, remainder))
     return found
 
 

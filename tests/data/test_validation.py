@@ -72,6 +72,16 @@ def test_each_token_is_a_target_once_with_the_remainder(length, batch):
     assert len(targets) == -(-(length - 1) // (4 * batch)) * batch
 
 
+@pytest.mark.parametrize(("most", "targets"), [(0, 41), (9, 40)])
+def test_complete_text_of_a_run_includes_an_incomplete_window(most, targets):
+    config = Config()
+    model = replace(config.model, sequence=4, vocabulary=256)
+    config = replace(config, model=model, train=replace(config.train, batch=3, eval_batches=most))
+    (batches,) = validations_of(config, [Numbers(42)])
+    found = [batches.batch(number)[1] for number in range(batches.count)]
+    assert sum((each != IGNORE).sum() for each in found) == targets
+
+
 def test_evaluations_read_the_same_sample_of_windows():
     first, again = (ValidationBatches(Numbers(4001), 4, 10, 5) for _ in range(2))
     starts = [int(inputs[0]) for inputs, _ in windows_of(first)]
