@@ -32,7 +32,8 @@ def open_texts(
         parts = [opened.enter_context(open_tokens(path, tokenizer)) for path in paths]
         known: dict[str, str | Path] = {}
         for path, part in zip(paths, parts, strict=True):
-            _refuse_other_tokenizer(path, part, paths[0], parts[0])
+            refuse_other_tokenizer(part, parts[0])
+            _refuse_other_end(part, parts[0])
             if part.sha256 in known:
                 raise ValueError(
                     f"data.path: {path} has the same tokens as {known[part.sha256]}; list the "
@@ -43,22 +44,24 @@ def open_texts(
     return mixed(parts, weights)
 
 
-def _refuse_other_tokenizer(
-    path: str | Path, text: Tokens, first_path: str | Path, first: Tokens
-) -> None:
+def refuse_other_tokenizer(text: Tokens, first: Tokens) -> None:
     """Raise a one-line ValueError if the tokenizer of `text` differs from the one of `first`."""
     if text.made_by() != first.made_by():
-        file = Path(first_path).suffix == SUFFIX
+        file = Path(first.path).suffix == SUFFIX
         raise ValueError(
-            f"data.path: {path} has another tokenizer ({text.tokenizer}, vocabulary "
-            f"{text.vocabulary}) than {first_path} ({first.tokenizer}, vocabulary "
+            f"data.path: {text.path} has another tokenizer ({text.tokenizer}, vocabulary "
+            f"{text.vocabulary}) than {first.path} ({first.tokenizer}, vocabulary "
             f"{first.vocabulary}); prepare all texts with the same tokenizer, such as "
-            f"--tokenizer {first_path if file else first.tokenizer}"
+            f"--tokenizer {first.path if file else first.tokenizer}"
         )
+
+
+def _refuse_other_end(text: Tokens, first: Tokens) -> None:
+    """Raise a one-line ValueError if the end-of-document token of `text` differs from `first`."""
     if text.end_name != first.end_name and text.end() != first.end():
         raise ValueError(
-            f"data.path: {path} has another end-of-document token ({text.end_name}) than "
-            f"{first_path} ({first.end_name}); prepare all texts with the same --end"
+            f"data.path: {text.path} has another end-of-document token ({text.end_name}) than "
+            f"{first.path} ({first.end_name}); prepare all texts with the same --end"
         )
 
 

@@ -56,7 +56,8 @@ class Tokens(contextlib.AbstractContextManager):
     text, and `end_name` its end-of-document token, or `None` if unknown. `sha256` is the hash of
     all ids, stored in the dtype of the token file. `digests` contains `sha256` and, if known, the
     hashes of the individual documents. `text_bytes` is the size of all documents in UTF-8 bytes,
-    or `None` if unknown, and `documents` the number of documents, or `None` if unknown.
+    or `None` if unknown, and `documents` the number of documents, or `None` if unknown. `path` is
+    the path that `open_tokens` opened.
     """
 
     tokenizer: str
@@ -67,6 +68,7 @@ class Tokens(contextlib.AbstractContextManager):
     end_name: str | None = None
     text_bytes: int | None = None
     documents: int | None = None
+    path: str | Path = ""
     weights: Sequence[int] = (1,)  # of the parts
 
     def parts(self) -> Sequence["Tokens"]:
@@ -119,6 +121,7 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
         if not any(text.stat().st_size for text in texts):
             raise ValueError(f"data.path: {path} is empty; use a file or folder with text")
         tokens = TextTokens(texts)
+    tokens.path = path
     if tokenizer not in (None, tokens.tokenizer):
         tokens.close()
         raise ValueError(

@@ -16,7 +16,7 @@ import numpy as np
 from hpc3d.console.sanitize import counted
 from hpc3d.data.batches import IGNORE
 from hpc3d.data.documents import permutation
-from hpc3d.data.mixture import by_key, mixed
+from hpc3d.data.mixture import by_key, mixed, refuse_other_tokenizer
 from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
 
@@ -55,7 +55,7 @@ class SeparateText(TokenRange):
         with naming_key(key):
             tokens = open_tokens(path)
         super().__init__(tokens, 0, len(tokens))
-        self.text_bytes = tokens.text_bytes
+        self.path, self.text_bytes = path, tokens.text_bytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         with naming_key(self.key):
@@ -86,12 +86,8 @@ def separate_texts(paths: Sequence[str | Path], tokens: Tokens) -> list[Separate
         texts: dict[str, SeparateText] = {}
         for key, path in by_key(VALIDATION, paths).items():
             text = opened.enter_context(SeparateText(path, key))
-            if text.made_by() != tokens.made_by():
-                raise ValueError(
-                    f"{key}: the tokenizer of {path} ({text.tokenizer}, vocabulary "
-                    f"{text.vocabulary}) differs from data.path ({tokens.tokenizer}, vocabulary "
-                    f"{tokens.vocabulary}); use a fraction of data.path instead, such as 0.05"
-                )
+            with naming_key(key):
+                refuse_other_tokenizer(text, tokens.parts()[0])
             if text.sha256 in texts:
                 same = texts[text.sha256].key
                 raise ValueError(f"{key}: {path} has the same tokens as {same}; list it once")
