@@ -165,6 +165,11 @@ def test_text_that_does_not_fit_the_model_is_rejected(run, tmp_path):
     masked = drawn_models.saved(tmp_path / "masked", "kind=bert vocabulary=257 sequence=8")
     for path, text, line in [
         (run, tmp_path / "none.txt", "--data: ... does not exist; "),
+        (
+            run,
+            "a.h5,b.h5",
+            "--data: a.h5,b.h5 does not exist; set several texts as --data a.h5 b.h5",
+        ),
         (run, tmp_path / "empty.txt", "--data: ... is empty; "),
         (run, tmp_path / "bpe.h5", "--data ...bpe.h5: its tokenizer needs ... 256"),
         (wide, run / "text.txt", "--data ...text.txt: ... tokenizer of ... is unknown"),

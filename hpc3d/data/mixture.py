@@ -24,10 +24,8 @@ def open_texts(
     Raises a one-line ValueError that begins with `data.path` if a text cannot be read, is in the
     mixture twice, or has another tokenizer than the first text.
     """
-    for path in map(str, paths):
-        if "," in path and not Path(path).exists():
-            listed = json.dumps(path.split(","))
-            raise ValueError(f"data.path: {path} does not exist; set several texts as '{listed}'")
+    for path in paths:
+        refuse_joined(path)
     with ExitStack() as opened:
         parts = [opened.enter_context(open_tokens(path, tokenizer)) for path in paths]
         known: dict[str, str | Path] = {}
@@ -42,6 +40,14 @@ def open_texts(
             known[part.sha256] = path
         opened.pop_all()
     return mixed(parts, weights)
+
+
+def refuse_joined(path: str | Path, key: str = "data.path") -> None:
+    """Raise a one-line ValueError if `path`, the value of `key`, is several paths with commas."""
+    texts = str(path).split(",")
+    if len(texts) > 1 and not Path(path).exists():
+        listed = " ".join([key, *texts]) if key.startswith("--") else f"'{json.dumps(texts)}'"
+        raise ValueError(f"{key}: {path} does not exist; set several texts as {listed}")
 
 
 def refuse_other_tokenizer(text: Tokens, first: Tokens) -> None:

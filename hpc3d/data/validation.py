@@ -16,7 +16,7 @@ import numpy as np
 from hpc3d.console.sanitize import counted
 from hpc3d.data.batches import IGNORE
 from hpc3d.data.documents import permutation
-from hpc3d.data.mixture import by_key, mixed, refuse_other_tokenizer
+from hpc3d.data.mixture import by_key, mixed, refuse_joined, refuse_other_tokenizer
 from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
 
@@ -52,6 +52,7 @@ class SeparateText(TokenRange):
 
     def __init__(self, path: str | Path, key: str = VALIDATION) -> None:
         self.key = key
+        refuse_joined(path, key)
         with naming_key(key):
             tokens = open_tokens(path)
         super().__init__(tokens, 0, len(tokens))

@@ -123,6 +123,8 @@ def test_closing_the_validation_text_closes_its_file(tmp_path, text):
 def test_unreadable_validation_text_error_names_its_key(tmp_path, text):
     tokens = open_tokens(text)
     assert "does not exist" in refused(separate_texts, [tmp_path / "none.txt"], tokens)
+    line = refused(separate_texts, ["a.h5,b.h5"], tokens)
+    assert line.endswith('a.h5,b.h5 does not exist; set several texts as \'["a.h5", "b.h5"]\'')
     (tmp_path / "bad.h5").write_bytes(b"no tokens")
     assert "not a readable token file" in refused(separate_texts, [tmp_path / "bad.h5"], tokens)
 
