@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpc3d.console.exit_codes import BadData
 from hpc3d.data.tokenizer import PIECE, Tokenizer, pieces, reading
 from hpc3d.runtime.optional_packages import need
 
@@ -153,13 +154,13 @@ def _json_lines(path: Path, field: str) -> Iterator[_DocumentPart]:
         for number, line in enumerate(iter(lambda: file.readline(_LINE), b""), 1):
             if line.isspace():
                 continue
-            yield from _cut(_field(line, number, field), f"line {number}", len(line))
+            yield from _cut(_field(path, line, number, field), f"line {number}", len(line))
             found += 1
         if not found:
             raise ValueError("the file has no documents")
 
 
-def _field(line: bytes, number: int, field: str) -> str:
+def _field(path: Path, line: bytes, number: int, field: str) -> str:
     """Parse a line as a JSON object, and return the text in field `field`."""
     if len(line) == _LINE:
         raise ValueError(f"line {number} exceeds the limit of {_LINE} bytes")
@@ -171,9 +172,10 @@ def _field(line: bytes, number: int, field: str) -> str:
         raise ValueError(f"line {number}: not a JSON object")
     if not isinstance(found.get(field), str):
         keys = ", ".join(key for key, value in found.items() if isinstance(value, str))
-        raise ValueError(
-            f'line {number}: no text "{field:.60}", only {keys or "none":.200}; set --field to an '
-            "existing one"
+        remedy = f"set --field to one of its text fields: {keys:.200}"
+        raise BadData(
+            f'data.path: {path}: line {number} has no text field "{field:.60}"; '
+            f"{remedy if keys else 'use a file with text fields'}"
         )
     return found[field]
 
@@ -189,8 +191,9 @@ def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
         rows, row = table.metadata.num_rows, 0
         if column not in (names := table.schema_arrow.names):
             known = ", ".join(names)
-            raise ValueError(
-                f"no column {column:.60}, only {known:.200}; set --field to one of them"
+            raise BadData(
+                f"data.path: {path} has no column {column:.60}; set --column to one of its "
+                f"columns: {known:.200}"
             )
         if not rows:
             raise ValueError("the file has no documents")
@@ -200,7 +203,10 @@ def _parquet(path: Path, column: str) -> Iterator[_DocumentPart]:
                 row += 1
                 text = value.as_py()
                 if not isinstance(text, str):
-                    raise ValueError(f"row {row}: column {column} has {value.type}, not text")
+                    raise BadData(
+                        f"data.path: {path}: row {row} of column {column:.60} has type "
+                        f"{value.type}, not text; set --column to a text column"
+                    )
                 yield from _cut(text, f"row {row}", share)
 
 

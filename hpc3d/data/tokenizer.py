@@ -33,9 +33,11 @@ PIECE = 1 << 20  # maximum number of characters or tokens processed at a time
 
 @contextlib.contextmanager
 def reading(path: Path, fault: str, remedy: str) -> Iterator[Path]:
-    """Convert exceptions raised while reading a file to BadData."""
+    """Convert exceptions raised while reading a file to BadData, and pass BadData on."""
     try:
         yield path
+    except BadData:
+        raise
     except (OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise BadData(f"data.path: {path} is {fault} ({reason}); {remedy}") from error

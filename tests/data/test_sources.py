@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 import struct
 
 import numpy as np
@@ -15,6 +16,7 @@ from hpc3d.data.token_file import open_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
 from hpc3d.data.tokenizer_files import characters
 from tests.data.prepared import TEXT, call, nano, row
+from tests.elided import elided
 
 
 def test_each_json_line_is_a_document(tmp_path, prepared):
@@ -30,9 +32,9 @@ def test_each_json_line_is_a_document(tmp_path, prepared):
     ("content", "said"),
     [
         ('{"text": "a"}\n{"text": ', "line 2"),
-        ('{"body": "a"}\n', "line 1: no text .text., only body"),
+        ('{"body": "a"}\n', 'line 1 has no text field "text"; set --field to one ...: body'),
         ("[1]\n", "line 1: not a JSON object"),
-        ('{"text": 3}\n', "line 1: no text"),
+        ('{"text": 3}\n', 'line 1 has no text field "text"; use a file with text fields'),
         ('{"text": "a\\u0000"}\n', "line 1: the text contains NUL"),
         (b'{"text": "\xff"}\n', "line 1"),
         (b"\xff\xfe{\0", "line 1"),  # UTF-16
@@ -44,7 +46,9 @@ def test_each_json_line_is_a_document(tmp_path, prepared):
 def test_invalid_json_lines_are_located(content, said, tmp_path, prepared):
     content = content if isinstance(content, bytes) else content.encode()
     (tmp_path / "a.jsonl").write_bytes(content)
-    assert said.replace(".text.", '"text"') in prepared("a.jsonl")
+    line = prepared("a.jsonl")
+    assert re.search(elided(said), line)
+    assert ("not a readable JSON lines file" in line) != ("no text field" in line)
 
 
 def test_each_parquet_row_is_a_document(tmp_path, prepared):
@@ -54,8 +58,12 @@ def test_each_parquet_row_is_a_document(tmp_path, prepared):
     table = pyarrow.table({"text": ["one", "two"], "n": [1, 2]})
     parquet.write_table(table, tmp_path / "a.parquet")
     assert bytes(prepared("a.parquet")[0]) == b"one\0two\0"
-    assert "no column body, only text, n" in prepared("a.parquet", "--field", "body")
-    assert "not text" in prepared("a.parquet", "--field", "n")
+    line = prepared("a.parquet", "--field", "body")
+    assert line.endswith(
+        "a.parquet has no column body; set --column to one of its columns: text, n\n"
+    )
+    line = prepared("a.parquet", "--field", "n")
+    assert re.search(r"a\.parquet: row 1 of column n has type int64, not text; set --column", line)
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
     assert "not a readable Parquet" in prepared("b.parquet")
 
