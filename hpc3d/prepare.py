@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     output = _new_file(arguments)
     paths = map(package_data.text_path, arguments.texts)
     texts = [text for path in paths for text in text_files(path, f"a {_SOURCES}")]
+    _refuse_repeated(texts)
     tokenizer = _make_tokenizer(arguments, texts)
     size = sum(text.stat().st_size for text in texts)
     if not size:
@@ -140,6 +142,13 @@ def _new_file(arguments: argparse.Namespace) -> Path:
     if problems:
         raise Problems(problems)
     return output
+
+
+def _refuse_repeated(texts: Sequence[Path]) -> None:
+    """Raise ValueError if a file occurs twice, such as a file that is also in a listed folder."""
+    repeated = [text for text, count in Counter(map(Path.resolve, texts)).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{repeated[0]} is listed twice; specify it once, or only its folder")
 
 
 def _byte_or_file(name: str | None) -> str | None:

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import runpy
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -66,7 +67,8 @@ def test_folders_and_texts_keep_their_order(capsys, tmp_path, output):
 
 
 def test_bpe_token_file_can_be_decoded(capsys, bpe, text, output):
-    words = (text, text, "-o", output, "--tokenizer", "bpe", "--vocabulary", 275, "--json")
+    copied = shutil.copy(text, text.with_name("copied.txt"))
+    words = (text, copied, "-o", output, "--tokenizer", "bpe", "--vocabulary", 275, "--json")
     code, lines, _ = call(capsys, *words)
     assert code == 0 and json.loads(lines[-1])["vocabulary"] == 275
     with h5py.File(output) as raw:
@@ -102,7 +104,8 @@ def test_single_text_of_characters_needs_no_end_token(capsys, tmp_path, text, ou
     assert json.loads(lines[-1]).items() >= {"tokens": letters, "documents": 1}.items()
     jsonl = tmp_path / "text.jsonl"
     jsonl.write_text(json.dumps({"text": TEXT}))
-    for texts in ([text, text], [jsonl]):
+    copied = shutil.copy(text, tmp_path / "copied.txt")
+    for texts in ([text, copied], [jsonl]):
         code, _, error = call(capsys, *texts, *words)
         assert code == 2 and r"--end $'\n' for characters" in error
         assert call(capsys, *texts, *words, "--end", "\n")[0] == 0
@@ -144,6 +147,8 @@ def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, outpu
             "old.h5 is not a readable token f",
         ),
         (["text.txt", "-o", "new.h5", "--fast"], "--fast; see --help"),
+        (["text.txt", "./text.txt", "-o", "new.h5"], "/text.txt is listed twice; "),
+        ([".", "text.txt", "-o", "new.h5"], "/text.txt is listed twice; "),
         (["empty.txt", "-o", "new.h5"], "empty.txt: the text is empty"),
         (["text.txt", "-o", "new.h5", "--end", "x"], "--end x: "),
         (["--verify", "none.h5"], "none.h5: "),
