@@ -167,10 +167,7 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
             f"{numbered[0]}: its token ids are not from the tokenizer {name}; use --tokenizer FILE"
         )
     if name == "bpe":
-        log.info("training a tokenizer on %d texts", len(texts))
-        asked = arguments.vocabulary
-        training = training_pieces(texts, arguments.field)
-        return train_bpe(training, _BPE_VOCABULARY if asked is None else asked)
+        return _trained_on(texts, arguments)
     if name not in (None, "byte") or numbered:
         if arguments.vocabulary is not None:
             raise ValueError(
@@ -193,6 +190,18 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
             "omit --vocabulary, or use --tokenizer bpe"
         )
     return ByteTokenizer()
+
+
+def _trained_on(texts: Sequence[Path], arguments: argparse.Namespace) -> BpeTokenizer:
+    """Train a tokenizer on `texts`; print a notice if they are too short for --vocabulary."""
+    log.info("training a tokenizer on %d texts", len(texts))
+    given = arguments.vocabulary
+    wanted = _BPE_VOCABULARY if given is None else given
+    found = train_bpe(training_pieces(texts, arguments.field), wanted)
+    if found.vocabulary < wanted:
+        sizes = f"{found.vocabulary:,} tokens instead of {wanted:,}"
+        complain("prepare", [f"the tokenizer has {sizes}, because the texts are too short"])
+    return found
 
 
 def _of_numbers(path: Path) -> BpeTokenizer:

@@ -69,14 +69,23 @@ def test_folders_and_texts_keep_their_order(capsys, tmp_path, output):
 def test_bpe_token_file_can_be_decoded(capsys, bpe, text, output):
     copied = shutil.copy(text, text.with_name("copied.txt"))
     words = (text, copied, "-o", output, "--tokenizer", "bpe", "--vocabulary", 275, "--json")
-    code, lines, _ = call(capsys, *words)
-    assert code == 0 and json.loads(lines[-1])["vocabulary"] == 275
+    code, lines, error = call(capsys, *words)
+    assert code == 0 and json.loads(lines[-1])["vocabulary"] == 275 and error == ""
     with h5py.File(output) as raw:
         assert raw["tokens"].dtype == np.uint16
         tokenizer = BpeTokenizer(raw.attrs["tokenizer_json"].decode())
     ids = row(output, "bpe")
     assert tokenizer.decode(ids) == (TEXT + TEXT).encode()
     assert (ids == 0).sum() == 2 and ids[-1] == 0
+
+
+def test_smaller_vocabulary_than_requested_is_reported(capsys, text, output):
+    pytest.importorskip("tokenizers")
+    words = (text, "-o", output, "--tokenizer", "bpe", "--vocabulary", 5000, "--json")
+    code, lines, error = call(capsys, *words)
+    found = json.loads(lines[-1])["vocabulary"]
+    assert code == 0 and 257 < found < 5000
+    assert re.fullmatch(elided(f"hpc3d.prepare: ... {found} tokens instead of 5,000...\n"), error)
 
 
 def test_token_file_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
