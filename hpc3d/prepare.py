@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hpc3d.checkpoints.run_tokenizer import of_bytes
 from hpc3d.config import package_data
 from hpc3d.console.command_line import Parser, complain, run
 from hpc3d.console.exit_codes import CHECK_FAILED
@@ -38,7 +39,7 @@ _SOURCES = (
     "text, .jsonl or .parquet file, nanoGPT or Megatron-LM .bin file, or folder of *.txt files"
 )
 _TOKENIZERS = """byte (default); bpe, trained on the texts; a token file (.h5), which contains its
-tokenizer; a tokenizer.json or its folder;
+tokenizer; a run folder; a tokenizer.json or its folder;
 a folder with GPT-2's vocab.json and merges.txt; ranks.tiktoken; or gpt2, from tiktoken's cache"""
 
 
@@ -152,9 +153,9 @@ def _refuse_repeated(texts: Sequence[Path]) -> None:
 
 
 def _byte_or_file(name: str | None) -> str | None:
-    """Return byte if `name` is a token file with the byte tokenizer, and `name` otherwise."""
+    """Return byte if `name` is a run or a token file with the byte tokenizer, otherwise `name`."""
     if name is None or Path(name).suffix != SUFFIX:
-        return name
+        return ByteTokenizer.name if name and of_bytes(Path(name)) else name
     with naming_key("--tokenizer"), TokenFile(Path(name)) as tokens:
         return ByteTokenizer.name if tokens.tokenizer == ByteTokenizer.name else name
 

@@ -122,7 +122,7 @@ def export(path: Path, target: Path) -> list[str]:
     """
     home = _home_of(path)
     copied = [*_copied(home, target)]
-    if RULES in copied or not _of_bytes(home):
+    if RULES in copied or not of_bytes(home):
         return copied
     _write(target, rules_of_bytes(), END_NAME)
     return [*copied, RULES, SETTINGS]
@@ -138,7 +138,7 @@ def special_ids(path: Path) -> dict[str, Any]:
     home = _home_of(path)
     imported = object_in(home / _SPECIAL)
     if not (tokenizer := kept_tokenizer(home)):
-        bytes_ = dict.fromkeys(("bos_token_id", "eos_token_id"), 0) if _of_bytes(home) else {}
+        bytes_ = dict.fromkeys(("bos_token_id", "eos_token_id"), 0) if of_bytes(home) else {}
         return bytes_ | imported
     settings = settings_in(home)
     return {
@@ -156,7 +156,8 @@ def end_ids(path: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def _of_bytes(run: Path) -> bool:
+def of_bytes(run: Path) -> bool:
+    """Return True if `run` is the folder of a run with the byte tokenizer."""
     return _name_in(run) == ByteTokenizer.name
 
 

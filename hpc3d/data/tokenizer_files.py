@@ -49,7 +49,9 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
     valid tokenizer at the path, or the tokenizer has no such token.
     """
     path = Path(word)
-    remedy = f"set --tokenizer to byte, bpe, gpt2, a token file ({SUFFIX}) or a {RULES}"
+    remedy = (
+        f"set --tokenizer to byte, bpe, gpt2, a token file ({SUFFIX}), a run folder or a {RULES}"
+    )
     library()
     with reading(path, "not a readable tokenizer", remedy):
         text, stored_end = _stored(path)

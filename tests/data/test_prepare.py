@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from hpc3d import prepare
+from hpc3d.config.input_file import Config, DataConfig
+from hpc3d.config.load import to_toml
 from hpc3d.data.token_file import TokenFile, write_tokens
 from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer
 from tests.data.prepared import ROOT, TEXT, call, nano, python, row
@@ -100,6 +102,17 @@ def test_token_file_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
     words = (text, "-o", second, "--force", "--tokenizer", output, "--end", end)
     code, _, error = call(capsys, *words)
     assert code == 2 and f"--end {end}: the end token of the tokenizer byte is fixed" in error
+
+
+def test_run_folder_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
+    """A run with the byte tokenizer has no tokenizer.json."""
+    for tokenizer in (ByteTokenizer(), bpe):
+        data = DataConfig(tokenizer=tokenizer.name)
+        (tmp_path / "config.toml").write_text(to_toml(Config(data=data)))
+        if tokenizer is bpe:
+            (tmp_path / "tokenizer.json").write_text(bpe.json)
+        assert call(capsys, text, "-o", output, "--force", "--tokenizer", tmp_path)[0] == 0
+        assert bytes(tokenizer.decode(row(output, tokenizer.name))[:3]) == TEXT[:3].encode()
 
 
 def test_single_text_of_characters_needs_no_end_token(capsys, tmp_path, text, output):
