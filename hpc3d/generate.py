@@ -133,7 +133,8 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
     if len(prompt) > window:
         line = f"the prompt has {len(prompt)} tokens, of which the model reads the last {window}"
         job.complain(line)
-    wanted = TextRequest(prompt, options.samples, config.train.batch, options.tokens)
+    ended = bool(prompt[-1] == model.separator)
+    wanted = TextRequest(prompt, options.samples, config.train.batch, options.tokens, ended)
     plan = _Plan(config, model.source, wanted)
     return _Reading(options, model, text.decode("utf-8", "replace"), plan)
 

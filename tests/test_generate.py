@@ -83,6 +83,19 @@ def test_prompt_longer_than_the_window_is_reported_as_truncated(run):
     assert "the prompt has 200 tokens, of which the model reads the last" in done.stderr
 
 
+def test_prompt_that_ends_a_document_starts_a_new_one(tmp_path):
+    """The first new token is the prompt of the second call."""
+    drawn_models.saved(tmp_path, f"schedule=none {MODEL} boundaries=true separator=10")
+
+    def tokens(prompt):
+        done = alone(*words(tmp_path, "--temperature", 0, "--json", prompt=prompt, tokens=6))
+        return json.loads(done.stdout.splitlines()[-1])["samples"][0]["tokens"]
+
+    first, *others = tokens("ab\n")
+    assert tokens(os.fsdecode(bytes([first])))[:5] == others
+    assert tokens("a\nab\n") == [first, *others]
+
+
 @pytest.mark.slow
 def test_different_seed_generates_different_text(run, expected):
     assert alone(*words(run, "--seed", 7)).stdout != expected

@@ -22,6 +22,7 @@ _Choose = Callable[[np.ndarray, int], Sequence[int] | None]
 class TextRequest(NamedTuple):
     """Request to generate `samples` continuations of `prompt`, each of at most `tokens` tokens.
 
+    If `ended`, the prompt is a complete document, and the new tokens do not attend to it.
     `sequences` is the batch size, rounded up from `samples` so that the mesh can shard the batch.
     The additional sequences are duplicates.
     """
@@ -30,6 +31,7 @@ class TextRequest(NamedTuple):
     samples: int
     sequences: int
     tokens: int
+    ended: bool = False
 
     def capacity(self, sequence: int) -> int:
         """Return the required KV cache capacity in tokens, at most the context length
@@ -46,6 +48,9 @@ def continue_text(decoder: Decoder, wanted: TextRequest, choose: _Choose) -> Non
         if column is None:
             return
         column = np.resize(column, (wanted.sequences, 1))
+        if wanted.ended and number == 0:
+            decoder.forget()
+            tokens = tokens[:, :0]
         tokens, unread = np.concatenate([tokens, column], 1), 1
 
 

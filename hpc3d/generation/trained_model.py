@@ -63,7 +63,8 @@ class FoundWeights(NamedTuple):
 class TrainedModel(NamedTuple):
     """Trained model: its configuration, its tokenizer, and the location of its weights.
 
-    Generation stops at any token in `ends`. An empty prompt is replaced by the token `begin`.
+    Generation stops at any token in `ends`. An empty prompt is replaced by the token `begin`. If
+    the model was trained on separate documents, `separator` ends a document.
     """
 
     config: Config
@@ -78,8 +79,14 @@ class TrainedModel(NamedTuple):
         """Number of token ids that may be sampled, excluding vocabulary padding."""
         return min(self.config.model.vocabulary, self.tokenizer.vocabulary)
 
+    @property
+    def separator(self) -> int:
+        """Token that ends a document, or -1 if tokens attend across documents."""
+        found = self.config.data.separator
+        return -1 if found is None else found
+
     def prompt(self, text: bytes) -> np.ndarray:
-        """Return the token ids of a prompt as an int64 array.
+        """Return the token ids of the last document of a prompt as an int64 array.
 
         Raises ValueError if the prompt cannot be encoded.
         """
@@ -104,7 +111,8 @@ class TrainedModel(NamedTuple):
                 f"--prompt contains token {ids.max()}, but the model's vocabulary has {known} "
                 f"tokens; use the {_TOKENIZER} that the model was trained with"
             )
-        return ids
+        ends = np.flatnonzero(ids[:-1] == self.separator)
+        return ids[ends[-1] + 1 :] if len(ends) else ids
 
 
 class PublishedValues:
@@ -206,7 +214,7 @@ def words_with(words: Iterable[str], beginnings: tuple[str, ...]) -> list[str]:
 def _of_run(path: Path, found: FoundWeights, words: Sequence[str]) -> TrainedModel:
     config, source, notes = found
     tokenizer = _tokenizer_of_run(config, path, dict(options(words)).get("--data.path"))
-    ends = end_ids(path) | ({tokenizer.end} - {None})
+    ends = end_ids(path) | ({tokenizer.end, config.data.separator} - {None})
     return TrainedModel(config, tokenizer, source, ends, tokenizer.end, notes)
 
 

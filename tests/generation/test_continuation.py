@@ -48,7 +48,8 @@ def continued(line, prompt, samples, tokens, how=HOW):
     def rank(mesh):
         split, mixes = config.splits["dense"], config.model.experts > 0
         sequences = sequences_for(mesh.sizes, split, samples, mixes)
-        wanted = TextRequest(prompt, samples, sequences, tokens)
+        ended = prompt[-1] == config.data.document_end()
+        wanted = TextRequest(prompt, samples, sequences, tokens, ended)
         decoder, found = decoder_of(mesh, config, wanted.capacity(SEQUENCE)), []
 
         def choose(logits, number):
@@ -75,6 +76,15 @@ def test_prompt_may_have_any_length(size):
     prompt = np.arange(size) % 29
     found = continued(COMMON, prompt, 1, 7)
     assert found == by_whole_passes(COMMON, prompt, 1, 7)
+
+
+@pytest.mark.parametrize("prompt", [[3, 1, 4], [3, 1, 5]])
+def test_new_document_does_not_attend_to_the_prompt(prompt):
+    """The reference attends within documents, which end with token 4."""
+    line = f"{COMMON} boundaries=true separator=4"
+    found = continued(line, np.array(prompt), 2, 5)
+    assert found == by_whole_passes(line, prompt, 2, 5) and 4 not in np.array(found)
+    assert (found == by_whole_passes(COMMON, prompt, 2, 5)) == (prompt[-1] != 4)
 
 
 @pytest.mark.parametrize("mesh", strided(MESHES, 12))

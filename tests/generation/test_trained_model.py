@@ -95,6 +95,15 @@ def test_begin_and_end_tokens_of_a_model(tmp_path):
         other._replace(begin=None).prompt(b"")
 
 
+def test_prompt_is_limited_to_its_last_document(tmp_path):
+    run, theirs = saved(tmp_path, f"{BYTES} boundaries=true separator=10")
+    ours, other = find_model(run, []), find_model(theirs, [])
+    assert (ours.ends, ours.separator, other.separator) == ({0, 10}, 10, -1)
+    for text, read in ((b"a\nb\ncd", b"cd"), (b"a\ncd\n", b"cd\n"), (b"cd", b"cd")):
+        assert bytes(ours.prompt(text).tolist()) == read
+        assert bytes(other.prompt(text).tolist()) == text
+
+
 def test_tokenizer_json_in_the_model_folder_is_used(tmp_path):
     pytest.importorskip("tokenizers")
     _, theirs = saved(tmp_path, BYTES.replace("vocabulary=256", "vocabulary=280"))

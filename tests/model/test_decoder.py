@@ -1,5 +1,6 @@
 """Logits with a key-value cache match the full forward pass on every layout."""
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -60,7 +61,7 @@ def forward_of(line):
     [sequences, t, vocabulary]."""
     config = config_of(line)
     family, count = family_of(config.model), config.model.vocabulary
-    sizes = family.sizes(config.model, count)
+    sizes = replace(family.sizes(config.model, count), separator=config.data.document_end())
     (model,) = run({}, lambda mesh: Model(mesh, sizes, Split(), family=family))
     for item in model.parameters:
         draw(item, model.mesh)
