@@ -66,6 +66,16 @@ def test_shell_accepts_every_script(path):
         subprocess.run(["shellcheck", path], check=True)
 
 
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.sbatch")), ids=lambda path: path.name)
+def test_script_outside_slurm_asks_for_sbatch(path):
+    environment = {k: text for k, text in os.environ.items() if not k.startswith("SLURM_")}
+    done = subprocess.run(
+        ["bash", path], env=environment, capture_output=True, text=True, check=False
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode and "SLURM_SUBMIT_DIR: submit with sbatch" in line
+
+
 def settled(words):
     """Return ranks and configuration of `launch -n RANKS python -m hpc3d.train INPUT ...`."""
     _, _, ranks, _, _, verb, path, *rest = words
