@@ -193,6 +193,9 @@ def options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
         if not equals:
             text = next(words, "--")
             if text.startswith("--"):
+                key = option[2:]
+                if "." not in key and key not in known_keys():
+                    raise ValueError(f"{option}: unknown option; {hint(key)}")
                 raise ValueError(f"{option}: the value is missing; write {option} VALUE")
         if any("\ud800" <= letter <= "\udfff" for letter in option + text):
             raise ValueError(f"{option} {text}: not valid UTF-8; use another value")

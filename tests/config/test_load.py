@@ -120,6 +120,9 @@ def test_missing_file_is_rejected(tmp_path):
     [
         (["--train.steps"], "--train.steps: ... --train.steps VALUE"),
         (["--train.steps", "--seed", "1"], "--train.steps: ... --train.steps VALUE"),
+        (["--nothing"], "--nothing: unknown option; use one of name, seed, ..."),
+        (["--sed"], "--sed: unknown option; did you mean seed?"),
+        (["--seed"], "--seed: ... --seed VALUE"),
         (["--seed", "1", "input.toml"], "input.toml: ... INPUT.toml --section.key VALUE"),
         (["--seed.low", "1", "--seed.low.er", "2"], "--seed.low.er: low"),
         (
