@@ -27,10 +27,12 @@ ROWS = [
 STEPS = {(0, 0): (0, 10), (1, 0): (0, 10)}
 
 
-def small(path, rows=ROWS, **values):
+MEMORY = [{"rank": rank, "kind": 0, "bytes": 10, "peak": 20} for rank in (0, 1)]
+
+
+def small(path, rows=ROWS, memory=MEMORY, **values):
     """Return the open trace of the step."""
     results = {"loss": [2.5, 2.5], "grad_norm": [1.0, 1.0]}
-    memory = [{"rank": rank, "kind": 0, "bytes": 10, "peak": 20} for rank in (0, 1)]
     by_hand(path, rows, STEPS, GROUPS, results=results, memory=memory, **values).close()
     count = np.bincount([each["rank"] for each in rows], minlength=2)
     with h5py.File(path, "r+") as file:

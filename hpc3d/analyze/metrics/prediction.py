@@ -16,7 +16,8 @@ _COLUMNS = ("quantity", "stage", "rank", "step", "value")
 def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
     """Return the predicted and measured values of a run, and the ratio predicted / measured.
 
-    Only predictions that apply to all steps are included. step_s is the median step time of the
+    Only predictions that apply to all steps are included. Measured values are those of the steps
+    in `trace.steps`, which a report limits to `Steady`. step_s is the median step time of the
     slowest rank. peak_KIND_bytes is the highest peak of one kind of memory on a rank. Unknown
     measured values are `None`: older traces do not contain the peak of the total memory, and
     traces with CPU times do not contain the step time.
@@ -36,9 +37,13 @@ def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _peaks(trace):
-    """Return a dict that maps tuples ("peak_KIND_bytes", rank) to the peak memory in bytes."""
+    """Return a dict that maps tuples ("peak_KIND_bytes", rank) to the peak memory in bytes.
+
+    Other steps may have another peak: an asynchronous pipeline is empty before its first step.
+    """
     names, peaks = trace.memory.labels("kind"), {}
-    columns = (trace.memory[key].tolist() for key in ("kind", "rank", "peak"))
+    chosen = np.isin(trace.memory["step"], trace.steps["step"])
+    columns = (trace.memory[key][chosen].tolist() for key in ("kind", "rank", "peak"))
     for kind, rank, peak in zip(*columns):
         key = f"peak_{names.get(kind)}_bytes", rank
         peaks[key] = max(peak, peaks.get(key, 0))

@@ -6,7 +6,7 @@ from hpc3d import trace
 from hpc3d.analyze.metrics.prediction import prediction_rows
 from hpc3d.analyze.report.run_analysis import analyze_run
 from hpc3d.trace.annotations import write_prediction
-from tests.analyze.small import small
+from tests.analyze.small import MEMORY, small
 
 PREDICTED = [
     # quantity, stage, rank, step: predicted; measured, ratio
@@ -38,6 +38,17 @@ def test_prediction_table_lists_predicted_and_measured_values(path):
         (quantity, stage, rank, value, measured and pytest.approx(measured), ratio)
         for (quantity, stage, rank, _, value), measured, ratio in PREDICTED
     ]
+
+
+def test_peak_of_a_step_outside_the_step_table_is_ignored(tmp_path):
+    path = tmp_path / "trace.h5"
+    warmup = [row | {"step": 1, "peak": 30} for row in MEMORY]
+    small(path, memory=MEMORY + warmup).close()
+    columns = zip(("quantity", "stage", "rank", "step", "value"), PREDICTED[1][0])
+    write_prediction(path, {key: [value] for key, value in columns})
+    with trace.open(path) as opened:
+        (row,) = prediction_rows(opened)
+    assert (row["measured"], row["ratio"]) == (20, 1.25)
 
 
 def test_trace_without_a_prediction_has_no_prediction_table(tmp_path):
