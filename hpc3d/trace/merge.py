@@ -6,12 +6,13 @@ per column.
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import numpy as np
 
-from hpc3d.console.small_files import replacing
+from hpc3d.console import small_files
 from hpc3d.runtime import metrics_file
 from hpc3d.trace import schema
 from hpc3d.trace.annotations import add_supplements, supplements
@@ -44,7 +45,7 @@ def merge(run_dir: Path | str) -> Path:
         raise ValueError(f"{run_dir}: no trace segments to merge; specify a run folder")
     with (
         earlier(run_dir, count) as before,
-        replacing(path) as temporary,
+        small_files.replacing(path) as temporary,
         create(temporary) as (file, disk),
     ):
         merged = _Merge(file, before)
@@ -52,7 +53,8 @@ def merge(run_dir: Path | str) -> Path:
             log.info("merging the segments of rank %d of %d", rank, len(count))
             merged.add(rank, [segment_path(run_dir, rank, n) for n in range(count.get(rank, 0))])
             disk.check()
-        merged.finish({each["step"] for each in metrics_file.read(run_dir) if "loss" in each})
+        trained = {each["step"] for each in metrics_file.read(run_dir) if "loss" in each}
+        merged.finish(trained, _hosts(run_dir))
         file.attrs["segments"] = sum(count.values())
         add_supplements(file, *supplements(path, merged.run_id))
     return path
@@ -158,10 +160,10 @@ class _Merge:
             part.events["parent"] += np.where(part.events["parent"] < 0, 0, rows)
             rows += len(part.events)
 
-    def finish(self, trained):
+    def finish(self, trained, hosts):
         """Write the tables that depend on all ranks; raise ValueError if no segment is valid.
 
-        `trained` is the set of the steps in metrics.jsonl.
+        `trained` is the set of the steps in metrics.jsonl, and `hosts` the result of `_hosts`.
         """
         if not self.headers:
             raise ValueError(f"no segment of the trace can be read: {self.missing[0]}")
@@ -170,7 +172,7 @@ class _Merge:
         self.missing += self.before.missing
         ranks = range(self.first["world_size"])
         steps = np.unique(np.concatenate([*self.steps.values()]))
-        for rank in ranks:
+        for rank in self.headers:
             self.missing += [f"rank {rank}: {what}" for what in self._missing(rank, steps)]
         lost = np.setdiff1d([*trained], steps).astype(int)
         if self.before.aside or self.before.missing:  # describes the steps of earlier attempts
@@ -182,7 +184,9 @@ class _Merge:
         if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
             what = f"not trained, because the run has completed {done} of {wanted} steps"
             self.missing.append(f"steps from {done} on: {what}")
-        self._write_ranks(ranks)
+        absent = [rank for rank in ranks if rank not in self.headers]  # the most severe loss
+        self.missing = [*(f"rank {rank}: no segment" for rank in absent), *self.missing]
+        self._write_ranks(ranks, hosts)
         self._write_groups()
         self._write_clock()
         write_table(self.file, "strings", schema.STRINGS, {"name": [*self.strings]})
@@ -192,8 +196,6 @@ class _Merge:
 
     def _missing(self, rank, steps):
         """List the missing data of a rank; `steps` are the steps that any rank has completed."""
-        if rank not in self.headers:
-            return ["no segment"]
         own, node, found = self.steps[rank], _node(self.headers[rank]), []
         absent, last = np.setdiff1d(steps, own), own.max(initial=-1)
         if (absent < last).any():
@@ -209,10 +211,13 @@ class _Merge:
             found.append(f"{dropped} events, which were dropped because its event table was full")
         return found
 
-    def _write_ranks(self, ranks):
+    def _write_ranks(self, ranks, hosts):
         unknown = dict.fromkeys(_OWN, -1) | {"host": "", "device": "", "dropped": 0}
         unknown["coords"] = [-1] * len(self.first["axes"])
-        headers = [self.headers.get(rank, unknown) for rank in ranks]
+        known = hosts if len(hosts) == len(ranks) else [""] * len(ranks)
+        headers = [
+            self.headers.get(rank, unknown | {"host": host}) for rank, host in zip(ranks, known)
+        ]
         columns = {key: [header[key] for header in headers] for key in _OWN}
         columns["rank"] = ranks
         columns["host_id"] = _numbers(self.strings, columns["host"])[:-1]
@@ -238,6 +243,15 @@ class _Merge:
         rows = [self.clocks[node].rows(rank) for rank, node in nodes.items()]
         rows += [self.before.clock(rank) for rank in nodes]
         write_table(self.file, "clock/model", schema.CLOCK_MODEL, np.unique(np.concatenate(rows)))
+
+
+def _hosts(run_dir):
+    """Return the host of each rank in environment.json, or an empty list if it is unknown."""
+    try:
+        found = json.loads(small_files.read(run_dir / "environment.json"))
+        return [str(each["host"]) for each in found["ranks"]]
+    except (ValueError, LookupError, TypeError):
+        return []
 
 
 def _node(header):

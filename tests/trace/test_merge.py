@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hpc3d.trace
+from hpc3d.analyze.metrics.columns import hosts
 from hpc3d.runtime import metrics_file
 from hpc3d.trace import schema
 from hpc3d.trace.merge import merge
@@ -175,6 +176,25 @@ def test_missing_rank_is_named_and_has_no_rows(run):
         assert trace.ranks["pid"].tolist() == [1000, -1, 1002, 1003]
 
 
+@pytest.mark.parametrize("known", [{"ranks": [{"host": f"host-{n}"} for n in "0123"]}, [], None])
+def test_missing_rank_has_the_host_in_the_environment_of_the_run(run, known):
+    for number in range(SEGMENTS):
+        segment_path(run, 1, number).unlink()
+    (run / "environment.json").write_text(json.dumps(known))
+    with hpc3d.trace.open(merge(run)) as trace:
+        names = [*hosts(trace).values()]
+    assert names[1] == ("host-1" if known else None) and None not in (names[0], *names[2:])
+
+
+def test_missing_ranks_are_named_first(run):
+    segment_path(run, 0, 1).unlink()
+    for number in range(SEGMENTS):
+        segment_path(run, 3, number).unlink()
+    with hpc3d.trace.open(merge(run)) as trace:
+        first, *_ = trace.attrs["missing"].splitlines()
+    assert first == "rank 3: no segment"
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -281,13 +301,13 @@ def test_merge_reports_the_last_complete_step_of_each_rank(tmp_path):
         lines = trace.attrs["missing"].splitlines()
         steps = [trace.steps["step"][trace.steps["rank"] == rank] for rank in range(RANKS)]
     facts = [
+        "rank 2: ... segment",
         *(
             f"rank 1: rank-00001-000{number}.npz ... (No such file or directory)"
             for number in lost[1]
         ),
         "rank 0: ... after step 6",
         "rank 1: steps 2 to 3, 5",
-        "rank 2: ... segment",
         "rank 3: ... clock ... rank 0...",
     ]
     assert re.fullmatch("\n".join(map(elided, facts)), "\n".join(lines))
@@ -302,10 +322,10 @@ def test_segments_of_another_run_are_rejected(run):
     with hpc3d.trace.open(merge(run)) as trace:
         assert trace.attrs["run_id"] == "run-1"
         facts = [
+            "rank 1: ... segment",
             "rank 1: rank-00001-0000.npz ... run",
             "rank 1: rank-00001-0001.npz ... run",
             "rank 3: rank-00003-0001.npz ... run",
-            "rank 1: ... segment",
             "rank 3: ... after step 0",
         ]
         assert re.fullmatch("\n".join(map(elided, facts)), trace.attrs["missing"])

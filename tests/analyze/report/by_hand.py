@@ -152,8 +152,8 @@ def reported(capsys, *arguments):
 
 CUT_OFF = [f"rank {rank}: the end of step 3" for rank in range(4)]
 WITHOUT_RANK_1 = [
-    CUT_OFF[0],
     "rank 1: no segment",
+    CUT_OFF[0],
     *CUT_OFF[2:],
     "calls of some ranks in 5 collectives and messages; waits in these may have been longer than"
     " reported",
