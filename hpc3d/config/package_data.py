@@ -43,7 +43,7 @@ def find(word: str, kind: Kind) -> Path:
     """Find a TOML file by its name or path; the suffix .toml is optional.
 
     An existing path takes precedence, then inputs/ in the current folder, then the shipped files.
-    Raises ValueError with all known names if no file is found.
+    Raises ValueError if no file is found; if `word` is not a path, with all known names.
     """
     known, name = file_names(kind), str(Path(word)).removesuffix(".toml")
     for folder in (*Path(_INPUTS, kind.folder).parts, *kind.below):
@@ -56,10 +56,10 @@ def find(word: str, kind: Kind) -> Path:
     wrong = "is a folder" if os.path.isdir(word) else f"no such {kind.title}"
     near = get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ValueError(
-        f"{word or repr(word)}: {wrong}; {hint}specify a path, or one of "
-        f"{', '.join(sorted(known))}"
-    )
+    remedy = f"specify a path, or one of {', '.join(sorted(known))}"
+    if "/" in (path := str(word)) or path.endswith(".toml"):
+        remedy = "specify a file" if os.path.isdir(word) else "specify an existing path"
+    raise ValueError(f"{word or repr(word)}: {wrong}; {hint}{remedy}")
 
 
 def input_of(word: Path | str) -> Path | str:

@@ -110,8 +110,10 @@ def test_single_name_is_a_list_of_one(tmp_path):
 
 
 def test_missing_file_is_rejected(tmp_path):
-    for path in (tmp_path / "missing.toml", tmp_path):
-        with pytest.raises(ValueError, match=f"^{path}: .* gpt-"):
+    lines = {tmp_path / "missing.toml": "no such input; specify an existing path"}
+    lines[tmp_path] = "is a folder; specify a file"
+    for path, line in lines.items():
+        with pytest.raises(ValueError, match=f"^{path}: {line}$"):
             load(path, [])
 
 
