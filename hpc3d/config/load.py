@@ -95,15 +95,15 @@ def _with_lists(tree: dict[str, Any]) -> dict[str, Any]:
     """Convert each single name to a list, in place, if its key has a list of such names."""
     for section, table in tree.items():
         if isinstance(table, dict) and _is_section(section):
-            types = get_type_hints(type(getattr(Config(), section)))
             for key, value in table.items():
-                if isinstance(value, str) and value in _listed_names(types.get(key)):
+                if isinstance(value, str) and value in _listed_names(section, key):
                     table[key] = [value]
     return tree
 
 
-def _listed_names(kind: Any) -> Iterator[str]:
+def _listed_names(section: str, key: str) -> Iterator[str]:
     """Yield the names in the lists that the type of a key allows."""
+    kind = get_type_hints(type(getattr(Config(), section))).get(key)
     for each in (kind, *get_args(kind)):
         if get_origin(each) is tuple and get_origin(get_args(each)[0]) is Literal:
             yield from get_args(get_args(each)[0])
@@ -291,10 +291,16 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield from _foreign(key, first["input"])
         return
     found = abbreviated(as_written(first["input"]))
+    names = [*_listed_names(*first["loc"][:2])] if "." in key else []
     if items := [error for error in errors if isinstance(error["loc"][-1], int)]:
-        errors, found = items, abbreviated(as_written(items[0]["input"]))
-        key = f"{key}[{items[0]['loc'][-1]}]"
-    said = [error["msg"].replace("valid array", "list") for error in errors]
+        errors = _of_one_item(items)
+        if not errors:
+            yield f"{key}: list either indices or names, not both; the names are {_any_of(names)}"
+            return
+        found = abbreviated(as_written(errors[0]["input"]))
+        key = f"{key}[{errors[0]['loc'][-1]}]"
+    of_names = f"list of {_any_of(names)}" if names else "list"
+    said = [error["msg"].replace("valid array", of_names) for error in errors]
     if first["type"] == "dataclass_type":
         yield f"{key}: must be a table, not {found}; write its keys below a line [{key}]"
         return
@@ -304,6 +310,24 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if "list" in reasons[-1] and str(first["input"]).startswith("["):
         remedy = _quoted(key)
     yield f"{key}: {' or '.join([reasons[0], *also])}, not {found}; {remedy}"
+
+
+def _of_one_item(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the pydantic errors of the first list item that is wrong for every allowed type.
+
+    The result is empty if each item is valid for one of several types of lists.
+    """
+    kinds = {error["loc"][-2] for error in errors}
+    by_item: dict[int, list[Mapping[str, Any]]] = {}
+    for error in errors:
+        by_item.setdefault(error["loc"][-1], []).append(error)
+    wrong = [index for index, each in by_item.items() if len(each) == len(kinds)]
+    return by_item[min(wrong)] if wrong else []
+
+
+def _any_of(names: Sequence[str]) -> str:
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}"
 
 
 def _quoted(key: str) -> str:

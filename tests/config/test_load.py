@@ -109,6 +109,23 @@ def test_single_name_is_a_list_of_one(tmp_path):
     assert load(path, ["--parallel.recompute", "full"]).parallel.recompute == "full"
 
 
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ('["layernorm", 1]', ": list either indices or names, not both; ... 'core_attn', ..."),
+        ('["layernorm", "norm"]', "[1]: input should be ... 'layernorm', ... not 'norm'; ..."),
+        (
+            "attention",
+            ": input should be 'none', ... 'core_attn', ... 'mlp', not 'attention'; ...",
+        ),
+        ("[[1]]", "[0]: input should be ... 'layernorm', ... not [1]; ..."),
+    ],
+)
+def test_wrong_list_is_rejected_with_its_valid_entries(value, line):
+    (said,) = problems("--parallel.recompute", value, ranks=1)
+    assert re.fullmatch(elided(f"parallel.recompute{line}"), said)
+
+
 def test_missing_file_is_rejected(tmp_path):
     lines = {tmp_path / "missing.toml": "no such input; specify an existing path"}
     lines[tmp_path] = "is a folder; specify a file"

@@ -52,3 +52,4 @@ def test_unknown_offload_value_error_lists_the_known_ones(value):
     (line,) = problems("--parallel.offload", value, ranks=1)
     item = "[0]" if value.startswith("[") else ""
     assert line.startswith(f"parallel.offload{item}: input should be ")
+    assert "'optimizer', 'activations' or 'parameters', not" in line
