@@ -101,7 +101,7 @@ def parser() -> Parser:
     add("input", type=Path, metavar="INPUT.toml|RUN_DIR", help="input file or run folder")
     text = f"machine in inputs/machines, or a machine file (default: {DEFAULT_MACHINE})"
     add("--machine", metavar="NAME|FILE", help=text)
-    text = "number of ranks (default: product of the sizes in [mesh])"
+    text = "number of ranks (default: product of the sizes in [mesh], if the input sets x, y or z)"
     add("--ranks", type=number_of_ranks, metavar="N", help=text)
     add("--out", type=Path, metavar="DIR", help="new folder for the simulated trace, trace.h5")
     add("--json", action="store_true", help=_STEP_JSON)

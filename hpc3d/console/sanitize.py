@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
@@ -81,6 +81,22 @@ def lines_of(error: BaseException) -> list[str]:
     if isinstance(error, MemoryError):
         return [sanitized(_MEMORY.format(error))]
     return [_shortened(sanitized(str(error) or type(error).__name__))]
+
+
+def all_results(*functions: Callable[[], Any]) -> list[Any]:
+    """Call functions without arguments and return their results.
+
+    If any of them raise ValueError, raise `Problems` with the errors of all functions.
+    """
+    results, problems = [], []
+    for function in functions:
+        try:
+            results.append(function())
+        except ValueError as error:
+            problems += lines_of(error)
+    if problems:
+        raise Problems(problems)
+    return results
 
 
 def _shortened(line: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpc3d.config.argument_types import number_of_ranks
 from hpc3d.config.package_data import input_of
 from hpc3d.console.command_line import Parser, run
-from hpc3d.console.sanitize import sanitized
+from hpc3d.console.sanitize import all_results, sanitized
 
 _TEXT = """\
 Draw a layout: what each rank stores, and what is split or replicated along each mesh axis. The
@@ -41,7 +41,7 @@ def parser() -> Parser:
     add("--out", type=Path, metavar="FILE.svg", help="write the picture as an SVG file")
     text = "draw the blocks of this parameter (default: the largest matrix of the first block)"
     add("--matrix", metavar="NAME", help=text)
-    text = "number of ranks (default: product of the sizes in [mesh])"
+    text = "number of ranks (default: product of the sizes in [mesh], if the input sets x, y or z)"
     add("--ranks", type=number_of_ranks, metavar="N", help=text)
     text = "draw the hosts of this machine: a name in inputs/machines, or a machine file"
     add("--machine", metavar="NAME|FILE", help=text)
@@ -59,10 +59,11 @@ def _layout(options: Namespace, overrides: Sequence[str]) -> None:
 
     if options.out and options.out.suffix != ".svg":
         raise ValueError(f"--out {options.out}: the picture is an SVG file; use a name in .svg")
-    config = load_resolved(options.input, overrides, options.ranks)
-    size, node = config.grid().size, 0
-    if options.machine:
-        node = load(options.machine).ranks_per_node
+    config, machine = all_results(
+        lambda: load_resolved(options.input, overrides, options.ranks),
+        lambda: load(options.machine) if options.machine else None,
+    )
+    size, node = config.grid().size, machine.ranks_per_node if machine else 0
     blocks = RankBlocks(config, [rank // node for rank in range(size)] if node else ())
     for line in lines(blocks, options.matrix):
         print(line)

@@ -110,7 +110,7 @@ def predict_step(
     options
         Values that override input keys, such as {"train.steps": 3, "mesh.x": 2}.
     ranks
-        Number of ranks (None: the product of the sizes in [mesh]).
+        Number of ranks (None: the product of the sizes in [mesh], if the input sets x, y or z).
     machine
         Machine file, or the name of a machine in inputs/machines.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpc3d.config.input_file import Config
+from hpc3d.console.sanitize import all_results
 from hpc3d.console.small_files import new_folder
 from hpc3d.predict.assumptions import of_mixture
 from hpc3d.predict.machine.machine import Machine
@@ -51,10 +52,11 @@ def predicted_step(
     """Predict a training step of an input file on `ranks` ranks of a machine.
 
     Set `of_run` if the input file is the stored configuration of a run. Raises ValueError if the
-    input is invalid or the machine does not exist.
+    input is invalid, or the machine does not exist, with one line per problem.
     """
-    config = load_resolved(source, overrides, ranks, of_run)
-    known = load(machine)
+    config, known = all_results(
+        lambda: load_resolved(source, overrides, ranks, of_run), lambda: load(machine)
+    )
     prove(config, config.model.vocabulary)
     runs = simulate(config, config.model.vocabulary, known)
     found = summary(runs, config, known)

@@ -23,6 +23,7 @@ from hpc3d.console.exit_codes import BadData
 from hpc3d.console.sanitize import (
     Problems,
     SanitizedStream,
+    all_results,
     counted,
     lines_of,
     nearest_values,
@@ -85,6 +86,18 @@ def test_error_is_one_line_and_several_problems_are_several_lines():
         "a\\u001b: No space left on device"
     ]
     assert lines_of(FileNotFoundError("x not found.")) == ["x not found"]
+
+
+def test_errors_of_all_functions_are_reported_together():
+    assert all_results(lambda: 1, lambda: "a") == [1, "a"]
+
+    def wrong():
+        raise Problems(["b", "c"])
+
+    with pytest.raises(Problems) as refused:
+        all_results(lambda: int("a"), lambda: 1, wrong)
+    first, *others = refused.value.lines
+    assert first.endswith("'a'") and others == ["b", "c"]
 
 
 class Terminal:

@@ -133,6 +133,13 @@ def test_invalid_input_is_rejected_in_one_line(capsys, words, said):
     assert len(err.splitlines()) == 1
 
 
+def test_wrong_input_and_wrong_machine_are_both_reported(capsys):
+    code, _, err = simulate(capsys, "gpt-text", "--machine", "h1000")
+    input_line, machine_line = err.splitlines()
+    assert code == 2 and "add --ranks N" in input_line
+    assert "h1000: no such machine; did you mean h100?" in machine_line
+
+
 @pytest.mark.parametrize(
     "words",
     [
