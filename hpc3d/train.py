@@ -81,7 +81,7 @@ def _start_ranks(words: list[str]) -> None:
         If N is not a number of ranks, or this machine has too little memory for them, or a
         launcher has already started ranks or is missing, or the other options are invalid.
     """
-    ranks = _ranks(given := taken(words, "--launch"), f"--launch {given}")
+    ranks = _ranks(taken(words, "--launch"), "--launch")
     started = environment.number_in(environment.WORLD_RANKS[:3], default=1)
     if started > 1:
         raise ValueError(
@@ -115,7 +115,7 @@ def _ranks(given: str | None, option: str) -> int | None:
     try:
         return None if given is None else number_of_ranks(given)
     except ArgumentTypeError as error:
-        raise ValueError(f"{option}: {error}") from None
+        raise ValueError(f"{option} {error}") from None
 
 
 def train(job: Job, words: list[str]) -> None:
@@ -411,8 +411,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     from hpc3d.predict.dry_run import dry_run
 
     words = [word for word in words if word != "--dry-run"]
-    given, machine = taken(words, "--ranks"), taken(words, "--machine")
-    asked_for = _ranks(given, f"--ranks {given}")
+    asked_for, machine = _ranks(taken(words, "--ranks"), "--ranks"), taken(words, "--machine")
     plan = read_command_line(asked_for or (ranks if ranks > 1 else None), words)
     _, batches, _ = take_text(plan)
     checked_program(plan.config, this_machine=machine is None)

@@ -215,8 +215,8 @@ def test_separator_of_documents_is_the_end_token_of_the_tokenizer():
     ("given", "ranks", "line"),
     [
         (["--launch"], 1, "--launch: the value is missing; use --launch VALUE"),
-        (["--launch", "0"], 1, "--launch 0: 0: must be an integer from 1 to "),
-        (["--launch=many"], 1, "--launch many: many: must be an integer from 1 to "),
+        (["--launch", "0"], 1, "--launch 0: must be an integer from 1 to "),
+        (["--launch=many"], 1, "--launch many: must be an integer from 1 to "),
         (["--launch", "1000000"], 1, "--launch 1000000: the memory of this machine suffices for "),
         (["--launch", "5", "--mesh.d", "2"], 1, "mesh: d 2 = 2 ranks, but the job has 5 "),
         (["--launch", "2"], 4, "--launch 2: a launcher has already started 4 ranks; use either"),

@@ -314,7 +314,7 @@ def _clause(row: _Row, first: _Row) -> str:
         return f"the step times of {one} and {other} are not compared, {reason}"
     low, high = row["speedup_low"], row["speedup_high"]
     same = low is not None and low <= 1 <= high
-    factor = f"{speedup:.2f} times"
+    factor = f"{_ratio(speedup)} times"
     if row["scaling"] == "weak":
         equal, values = f"the FLOP/s of {other}", _between(low, high)
         noise = f"{one} reaches {equal} within the noise: {factor} the FLOP/s{values}"
@@ -347,7 +347,11 @@ def _noise(row: _Row) -> Iterator[str]:
 
 
 def _between(low: float | None, high: float | None) -> str:
-    return "" if low is None else f" (95 % interval {low:.2f} to {high:.2f})"
+    return "" if low is None else f" (95 % interval {_ratio(low)} to {_ratio(high)})"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
 
 
 def _losses(row: _Row) -> Iterator[str]:

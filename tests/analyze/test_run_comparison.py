@@ -57,6 +57,7 @@ def verdict(runs, seconds, differences, groups=None, busy=None):
         (STEADY / 1.08, "3d is 8.0% faster than 1d (95 % interval "),
         (STEADY * 1.25, "3d is 25.0% slower than 1d (95 % interval "),
         (STEADY / 3, "3d is 3.00 times as fast as 1d (95 % interval "),
+        (STEADY * 49, "3d is 0.0204 times as fast as 1d (95 % interval 0.0199 to 0.0209)"),
         (STEADY * 1.001, "3d is as fast as 1d within the noise: 0.1% slower (95 % interval -"),
         (STEADY[:2], "3d is 0.5% slower than 1d (too few steps for an interval)"),
     ],
