@@ -1,6 +1,8 @@
 """Runs with a wrong number end soon, and report the fault, its place and the next step."""
 
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -58,3 +60,12 @@ def test_numerical_fault_ends_the_job_and_is_named(fault, values, code, line, tm
     assert not Checkpoint(saved[-1]).damage()
     with hpc3d.trace.open(merge(run)) as trace:
         assert any(name.startswith(f"guard: rank {RANKS - 1}: step 2") for name in trace.strings)
+
+
+def test_stop_at_a_nan_is_not_preceded_by_warnings_of_numpy(tmp_path):
+    diverging = {"train__learning_rate": 1e30, "train__clip": 0, "train__dtype": "float32"}
+    line = words(tmp_path, **diverging)
+    command = [sys.executable, "-m", "hpc3d.train", *line]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROMPT, check=False)
+    assert done.returncode == 4
+    assert [each for each in done.stderr.splitlines() if "Warning" in each] == []

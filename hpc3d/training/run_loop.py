@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from hpc3d.training.evaluator import Evaluator
     from hpc3d.training.trainer import Step, Trainer
     from hpc3d.training.watchdog import Watchdog
+
+_NOT_FINITE = "(overflow|invalid value) encountered"  # beginning of NumPy's warnings
 
 
 class RunSaver(Protocol):
@@ -115,8 +118,13 @@ def equipped(
 
 
 def trained(job: Job, plan: RunPlan, run: RunningJob, stop: Stop) -> None:
-    """Run the training steps. Raises JobExit if a guard or a stop request ends the run early."""
-    with closing(run.log):
+    """Run the training steps. Raises JobExit if a guard or a stop request ends the run early.
+
+    NumPy's warnings about overflow and NaN are silenced, because the log and the guards report
+    values that are not finite.
+    """
+    with closing(run.log), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _NOT_FINITE, RuntimeWarning)
         others = OtherProcesses(job)
         try:
             done = _steps(job, plan, run, stop)
