@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hpc3d.comm.grid import divisors
-from hpc3d.config.input_file import Config
+from hpc3d.config.input_file import Config, ParallelConfig
 from hpc3d.config.limits import MOST_PASSES
 from hpc3d.config.wrong_values import reported
 from hpc3d.console.sanitize import counted, nearest_values
@@ -73,11 +73,21 @@ def _wrong_zero(config: Config) -> Iterator[str]:
 
 
 def _wrong_shard(config: Config) -> Iterator[str]:
-    """Report groups of hybrid sharding that do not divide the replicas evenly."""
-    shard, replicas = config.parallel.shard, config.mesh.d
+    """Report groups of replicas that hybrid sharding or local updates cannot use."""
+    parallel, shard, replicas = config.parallel, config.parallel.shard, config.mesh.d
     if shard and replicas % shard:
         remedy = f"use {nearest_values(divisors(replicas), shard)}"
         yield f"parallel.shard = {shard} must divide mesh.d = {replicas}; {remedy}"
+    elif parallel.local_steps and config.workers == 1 and not _has_outer_update(parallel):
+        group = "parallel.shard" if shard else "1"
+        key = f"parallel.local_steps = {parallel.local_steps}"
+        why = f"mesh.d = {replicas} is a single worker, whose parameters are their own mean"
+        yield f"{key}: {why}; use 0, or a mesh.d above {group}"
+
+
+def _has_outer_update(parallel: ParallelConfig) -> bool:
+    """Return True if the outer optimizer changes the parameters even of a single worker."""
+    return parallel.outer_learning_rate != 1 or parallel.outer_momentum > 0
 
 
 def _wrong_products(config: Config) -> Iterator[str]:

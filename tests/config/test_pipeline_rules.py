@@ -135,12 +135,21 @@ PIPELINES = [
     ),
     (
         {
+            "mesh.d": 2,
             "mesh.p": 2,
             "parallel.schedule": "pipedream-2bw",
             "parallel.microbatches": 2,
             "parallel.local_steps": 4,
         },
         "parallel.local_steps = 4: ... pipedream-2bw ...; use 0, or a synchronous schedule",
+    ),
+    (
+        {"parallel.local_steps": 4},
+        "parallel.local_steps = 4: mesh.d = 1 ... single worker...; use 0, or ... above 1",
+    ),
+    (
+        {"mesh.d": 2, "parallel.zero": 1, "parallel.shard": 2, "parallel.local_steps": 4},
+        "parallel.local_steps = 4: mesh.d = 2 ... single worker...above parallel.shard",
     ),
     (
         {"mesh.p": 2, "parallel.schedule": "pipedream", "train.clip": 0},
