@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from json import loads as json_of
 from pathlib import Path
@@ -95,6 +95,7 @@ class ByteTokenizer:
     vocabulary = 256
     json = "{}"
     end, end_name = END, END_NAME
+    fallback: frozenset[int] = frozenset()
 
     def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
         """Return the token ids of `text` as uint8[len(text)]."""
@@ -114,7 +115,8 @@ class BpeTokenizer:
 
     Any other tokenizer stored as a Hugging Face tokenizer.json is also supported.  `end_name` is
     the end-of-document token, and `end` its id.  The default is the first token in ENDS that is in
-    the vocabulary.  Both are `None` if there is no such token.
+    the vocabulary.  Both are `None` if there is no such token.  `fallback` contains the ids of the
+    tokens <0x00> to <0xFF>, which encode the UTF-8 bytes of characters outside the vocabulary.
     """
 
     name = "bpe"
@@ -134,6 +136,15 @@ class BpeTokenizer:
             raise ValueError(f"{end_name!r} is not a token of the tokenizer")
         self.end_name = end_name or next((name for name in ENDS if name in known), None)
         self.end: int | None = known.get(self.end_name)
+        self.fallback = self._byte_tokens(known)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._omitted = {id_ for id_, each in added if each.special} - self.fallback
+
+    def _byte_tokens(self, known: Mapping[str, int]) -> frozenset[int]:
+        """Return the ids of the tokens that the decoder converts to single bytes."""
+        ids = [known[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in known]
+        text = self._tokenizer.decode([known.get("<0x41>", 0)], skip_special_tokens=False)
+        return frozenset(ids if text == "A" else ())
 
     def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
         """Return the token ids of `text` as uint32.
@@ -169,8 +180,12 @@ class BpeTokenizer:
             raise ValueError(what) from error
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        """Decode token ids to UTF-8 bytes, dropping end-of-document tokens."""
-        return self._tokenizer.decode(np.asarray(tokens).tolist()).encode()
+        """Decode token ids to UTF-8 bytes, dropping special tokens such as end-of-document tokens.
+
+        Byte-fallback tokens are decoded even if the tokenizer declares them as special.
+        """
+        ids = [each for each in np.asarray(tokens).tolist() if each not in self._omitted]
+        return self._tokenizer.decode(ids, skip_special_tokens=False).encode()
 
     def has(self, ids: object) -> bool:
         """Return True if `ids` is a valid token id or a list of valid token ids."""

@@ -15,6 +15,9 @@ class TextStream:
 
     Some tokenizers decode a token differently at the beginning of a text. New tokens are therefore
     decoded together with the previous tokens, whose text is then removed from the result.
+
+    A decoder with byte fallback replaces all adjacent byte tokens by U+FFFD if one of their bytes
+    is invalid. The text of byte tokens is therefore returned after the last one of them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -24,6 +27,8 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add a token, and return the newly completed text, which may be empty."""
         self.tokens.append(token)
+        if token in self.tokenizer.fallback:
+            return ""
         piece = self._piece()
         return "" if piece.endswith(_UNKNOWN) else self._out(piece)
 
