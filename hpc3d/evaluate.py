@@ -29,7 +29,7 @@ from math import isfinite, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.config.argument_types import positive
+from hpc3d.config.argument_types import Joined, positive
 from hpc3d.console.command_line import Parser, RootParser, split_options
 from hpc3d.console.sanitize import sanitized
 from hpc3d.runtime import launch
@@ -260,7 +260,8 @@ def parser() -> Parser:
     text = "run folder, checkpoint, or folder of a Hugging Face Transformers model"
     add("model", type=Path, metavar="RUN_DIR|CHECKPOINT|FOLDER", help=text)
     text = "text file, folder of *.txt files, or token file to evaluate"
-    add("--data", type=Path, nargs="+", required=True, metavar="FILE", help=text)
+    many: dict[str, Any] = {"nargs": "+", "action": Joined, "required": True}
+    add("--data", type=Path, metavar="FILE", help=text, **many)
     text = "maximum number of batches per file, drawn with a fixed seed (default: all)"
     add("--batches", type=positive, metavar="B", help=text)
     add("--json", action="store_true", help="print one JSON object on the last line")

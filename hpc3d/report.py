@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hpc3d import trace
 from hpc3d.analyze.export.formats import FORMATS, events_of, export
@@ -24,7 +25,7 @@ from hpc3d.analyze.report import markdown, terminal
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
-from hpc3d.config.argument_types import choice, figures, integer, real, several, width
+from hpc3d.config.argument_types import Joined, choice, figures, integer, real, several, width
 from hpc3d.config.limits import INT32
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import reason_of, sanitized
@@ -65,7 +66,8 @@ def parser() -> Parser:
     text = "write only tables (requires no packages except NumPy and h5py)"
     add("--tables", action="store_true", help=text)
     text = "also write the figures as files in these formats: svg, pdf, png"
-    add("--figures", type=figures, default=[], metavar="FORMAT,...", help=text)
+    many: dict[str, Any] = {"action": Joined, "default": [], "metavar": "FORMAT,..."}
+    add("--figures", type=figures, help=text, **many)
     text = "width of the figure files, such as 84mm or 3.3in (default: 7.2in)"
     add("--width", type=width, metavar="WIDTH", help=text)
     text = "training step to draw, from the newest trace of a run, or from TRACE.h5, such as"
@@ -76,7 +78,7 @@ def parser() -> Parser:
     text = "also export the events as perfetto, pipit, hta (Holistic Trace Analysis) or otf2"
     text += " (Vampir), with up to 400 bytes per event"
     formats = partial(several, partial(choice, [*FORMATS]))
-    add("--export", type=formats, default=[], metavar="FORMAT,...", help=text)
+    add("--export", type=formats, help=text, **many)
     text = "range of steps to export, or a single step (default: all steps)"
     add("--steps", type=_steps, default=(0, None), metavar="FIRST:LAST", help=text)
     add(

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc3d.config.argument_types import FIGURES, figures, integer, width
+from hpc3d.config.argument_types import FIGURES, Joined, figures, integer, width
 from hpc3d.console.command_line import Parser, complain, run
 from hpc3d.console.exit_codes import FAILED
 from hpc3d.console.sanitize import Problems, counted, lines_of
@@ -73,7 +73,8 @@ def parser() -> Parser:
     text = "only write the tables of the finished points"
     only.add_argument("--table", action="store_true", help=text)
     text = "formats of the figure: svg, pdf, png (default: all)"
-    add("--figures", type=figures, default=FIGURES, metavar="FORMAT,...", help=text)
+    form = "FORMAT,..."
+    add("--figures", type=figures, action=Joined, default=FIGURES, metavar=form, help=text)
     text = "width of the figure, such as 84mm or 3.3in (default: 7.2in)"
     add("--width", type=width, metavar="WIDTH", help=text)
     text = "command that starts N ranks when followed by -n N (default: mpirun)"

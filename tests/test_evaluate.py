@@ -76,7 +76,7 @@ def test_every_token_is_evaluated_once_on_any_layout(run):
     count = len(TEXT.encode())
     layout = "--mesh.x", 2, "--mesh.y", 2, "--parallel.scheme", "2d"
     for more in ((), layout):
-        printed = checked(4, *words(run, *more, data=("text.txt", "short.txt")))
+        printed = checked(4, *words(run, *more, "--data", run / "short.txt"))
         found, short = result(printed)["files"]
         assert found["loss"] == pytest.approx(loss, rel=1e-10)
         assert found["perplexity"] == pytest.approx(np.exp(loss), rel=1e-9)

@@ -30,7 +30,7 @@ from hpc3d.analyze.report.table_format import (
 )
 from hpc3d.benchmarks import harness, peak_memory
 from hpc3d.config import package_data
-from hpc3d.config.argument_types import choice, number_of_ranks, positive, several
+from hpc3d.config.argument_types import Joined, choice, number_of_ranks, positive, several
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import literal, load
 from hpc3d.config.load import options as overridden
@@ -165,12 +165,14 @@ def parser() -> Parser:
     text = f"peers to compare with (default: all: {', '.join(_PEERS)})"
     add(
         "--peers",
+        action=Joined,
         type=partial(several, partial(choice, _PEERS)),
         default=",".join(_PEERS),
         help=text,
     )
     text = "numbers of ranks of the parallel peers (default: 4,8)"
-    add("--ranks", type=partial(several, number_of_ranks), default="4,8", help=text)
+    numbers = partial(several, number_of_ranks)
+    add("--ranks", type=numbers, action=Joined, default="4,8", help=text)
     text = f"number of pairs of runs (default: {_ROUNDS})"
     add("--rounds", type=positive, default=_ROUNDS, metavar="N", help=text)
     text = "folder for the table and the runs (default: results)"

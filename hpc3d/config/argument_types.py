@@ -53,6 +53,16 @@ def _bytes(text, bare):
     return float(number[1]) * units[number[2]]
 
 
+class Joined(argparse.Action):
+    """Argparse action for lists. If the option is repeated, the lists are concatenated."""
+
+    def __call__(self, parser: Any, options: Any, found: Any, option: str | None = None) -> None:
+        """Replace the default, or append the new values to those of the same option."""
+        earlier = getattr(options, self.dest)
+        both = found if earlier is self.default else [*dict.fromkeys([*earlier, *(found or ())])]
+        setattr(options, self.dest, both)
+
+
 def several(kind: Callable[[str], Any], text: str) -> list[Any]:
     """Convert a comma-separated list; `kind` converts an element. Duplicates are removed."""
     return [*dict.fromkeys(kind(each) for each in text.split(","))]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc3d.config.argument_types import figures, number_of_ranks, positive, real, width
+from hpc3d.config.argument_types import Joined, figures, number_of_ranks, positive, real, width
 from hpc3d.config.limits import MOST_RANKS
 from hpc3d.console.command_line import Parser
 from hpc3d.console.exit_codes import BAD_INPUT
@@ -13,7 +13,7 @@ def parsed(*words):
     parser.add_argument("--count", type=positive)
     parser.add_argument("--ranks", type=number_of_ranks)
     parser.add_argument("--time", type=real(lambda value: 0 < value < 9, "must be below 9"))
-    parser.add_argument("--figures", type=figures)
+    parser.add_argument("--figures", type=figures, action=Joined, default=("png",))
     parser.add_argument("--width", type=width)
     return parser.parse_args(words)
 
@@ -23,6 +23,11 @@ def test_whole_numbers_are_taken():
     assert (found.count, found.ranks, found.time) == (7, MOST_RANKS, 8.5)
     found = parsed("--figures", "pdf,svg,pdf", "--width", "50.8mm")
     assert (found.figures, found.width) == (["pdf", "svg"], pytest.approx(2))
+
+
+def test_lists_of_a_repeated_option_are_joined():
+    assert parsed().figures == ("png",)
+    assert parsed("--figures", "pdf", "--figures", "svg,pdf").figures == ["pdf", "svg"]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +42,7 @@ def test_whole_numbers_are_taken():
         ("--time", "nan"),
         ("--time", "a"),
         ("--figures", "pdf,gif"),
+        ("--figures", "pdf", "--figures", "gif"),
         ("--width", "84"),
         ("--width", "1mm"),
         ("--coun", "1"),  # no abbreviations

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpc3d.benchmarks import harness
 from hpc3d.benchmarks.scaling import growth, scaling_rows, scaling_table
 from hpc3d.benchmarks.scaling.points import SCHEMES, Point, points
-from hpc3d.config.argument_types import choice, number_of_ranks, positive, several
+from hpc3d.config.argument_types import Joined, choice, number_of_ranks, positive, several
 from hpc3d.config.load import load
 from hpc3d.config.package_data import shipped
 from hpc3d.console.command_line import Parser
@@ -63,10 +63,12 @@ def parser() -> Parser:
         "--grow", choices=growth.QUANTITIES, metavar="|".join(growth.QUANTITIES), help=text
     )
     text = f"numbers of ranks (default: {_RANKS})"
-    add("--ranks", type=partial(several, number_of_ranks), default=_RANKS, help=text)
+    numbers = partial(several, number_of_ranks)
+    add("--ranks", type=numbers, action=Joined, default=_RANKS, help=text)
     text = f"schemes (default: all: {', '.join(SCHEMES)})"
     add(
         "--schemes",
+        action=Joined,
         type=partial(several, partial(choice, SCHEMES)),
         default=",".join(SCHEMES),
         help=text,
