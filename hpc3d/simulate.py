@@ -159,7 +159,7 @@ def _keep_beside(folder, runs, found):
     from hpc3d.trace.annotations import write_prediction
 
     trace = folder / "trace.h5"
-    write_prediction(trace, prediction(runs, found))
+    write_prediction(trace, prediction(runs, found), found["machine"])
     return f"the prediction was added to {trace}; to compare, run python -m hpc3d.report {folder}"
 
 

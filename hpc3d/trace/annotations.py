@@ -46,13 +46,13 @@ def write_calibration(path: Path | str, measured: Measured) -> None:
         add_supplements(file, measured)
 
 
-def write_prediction(path: Path | str, rows: Mapping[str, Any]) -> None:
-    """Write a prediction to a trace file, replacing any earlier prediction.
+def write_prediction(path: Path | str, rows: Mapping[str, Any], machine: str = "") -> None:
+    """Write a prediction for a machine to a trace file, replacing any earlier prediction.
 
     A modified copy replaces the file atomically, so readers see either the old or the new file.
     """
     with _changing(path) as file:
-        add_supplements(file, {}, rows)
+        add_supplements(file, {}, rows, machine)
 
 
 @contextmanager
@@ -63,7 +63,10 @@ def _changing(path):
 
 
 def add_supplements(
-    file: File, measured: Measured, predicted: Mapping[str, Any] | None = None
+    file: File,
+    measured: Measured,
+    predicted: Mapping[str, Any] | None = None,
+    machine: str = "",
 ) -> None:
     """Write calibrations and, if given, a prediction to a file opened for writing."""
     for (op, axis), (rows, alpha, beta) in measured.items():
@@ -73,7 +76,8 @@ def add_supplements(
         group.attrs.update(alpha=float(alpha), beta=float(beta))
     if predicted:
         remove(file, "prediction")
-        write_table(file, "prediction", PREDICTION, _whole(PREDICTION, predicted))
+        group = write_table(file, "prediction", PREDICTION, _whole(PREDICTION, predicted))
+        group.attrs["machine"] = machine
 
 
 def _whole(columns, rows):
@@ -85,19 +89,20 @@ def _whole(columns, rows):
     return rows
 
 
-def supplements(path: Path, run_id: str) -> tuple[Measured, dict[str, np.ndarray]]:
-    """Return the calibrations and the prediction of a trace file.
+def supplements(path: Path, run_id: str) -> tuple[Measured, dict[str, np.ndarray], str]:
+    """Return the calibrations and the prediction of a trace file, and the predicted machine.
 
-    Both are empty if the trace cannot be read or belongs to a run other than `run_id`.
+    All are empty if the trace cannot be read or belongs to a run other than `run_id`.
     """
     try:
         with Trace(path) as trace:
             if trace.attrs["run_id"] != run_id:
-                return {}, {}
+                return {}, {}, ""
             measured = {
                 key: Calibration(table.columns(), table.attrs["alpha"], table.attrs["beta"])
                 for key, table in trace.calibration.items()
             }
-            return measured, trace.prediction.columns()
+            machine = str(trace.prediction.attrs.get("machine", ""))
+            return measured, trace.prediction.columns(), machine
     except ValueError:  # the file is missing or damaged
-        return {}, {}
+        return {}, {}, ""

@@ -365,7 +365,10 @@ LAYOUT = {
         " attributes alpha in s and beta in s/B.",
         CALIBRATION,
     ),
-    "prediction": TableSchema("One row per predicted quantity of the run.", PREDICTION),
+    "prediction": TableSchema(
+        "One row per quantity predicted for the run on the machine in the attribute machine.",
+        PREDICTION,
+    ),
 }
 
 

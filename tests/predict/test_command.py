@@ -91,6 +91,7 @@ def test_prediction_is_stored_next_to_its_measurement(capsys, tmp_path):
         quantities = dict(zip(opened.prediction["quantity"], opened.prediction["value"]))
         assert opened.attrs["kind"] == "measured" and len(opened.steps) == 4
         beside = {row["quantity"]: row["ratio"] for row in prediction_rows(opened)}
+        assert {row["machine"] for row in prediction_rows(opened)} == {found["machine"]}
     assert beside["peak_all_bytes"] == 1.0
     assert quantities["step_s"] == found["step_time_s"]
     code, _, err = simulate(capsys, run, "--machine", machine, "--train.batch", "72")

@@ -24,7 +24,7 @@ PREDICTED = {
 
 
 def supplements(path):
-    """Return the calibration and prediction in a file, as plain values."""
+    """Return the calibration, the prediction and its machine in a file, as plain values."""
     with hpc3d.trace.open(path) as trace:
         measured = {
             key: (
@@ -36,23 +36,24 @@ def supplements(path):
         }
         predicted = {name: values.tolist() for name, values in trace.prediction.columns().items()}
         assert len(trace.events["dur"]) == 48
-    return measured, predicted
+        return measured, predicted, trace.prediction.attrs.get("machine", "")
 
 
 def test_file_without_annotations_has_none(path):
-    assert supplements(path) == ({}, {})
+    assert supplements(path) == ({}, {}, "")
 
 
 def test_calibration_and_prediction_are_added_and_replaced(path):
     write_calibration(path, MEASURED)
-    write_prediction(path, PREDICTED)
-    assert supplements(path) == (MEASURED, PREDICTED)
+    write_prediction(path, PREDICTED, "h100")
+    assert supplements(path) == (MEASURED, PREDICTED, "h100")
     newer = {("send", "p"): calibration(16, 4e-6), ("recv", "p"): calibration(32, 5e-6)}
     write_calibration(path, newer)
-    write_prediction(path, {name: values[:1] for name, values in PREDICTED.items()})
-    measured, predicted = supplements(path)
+    write_prediction(path, {name: values[:1] for name, values in PREDICTED.items()}, "a100")
+    measured, predicted, machine = supplements(path)
     assert measured == MEASURED | newer
     assert predicted == {name: values[:1] for name, values in PREDICTED.items()}
+    assert machine == "a100"
 
 
 @pytest.mark.parametrize("key", [("melt", "x"), ("send", ""), ("send", "x/y"), ("send", "..")])
@@ -94,10 +95,10 @@ def test_nothing_is_written_through_a_link(path, link):
 
 def test_merge_keeps_the_annotations_of_the_same_run(path):
     write_calibration(path, MEASURED)
-    write_prediction(path, PREDICTED)
+    write_prediction(path, PREDICTED, "h100")
     merge(path.parent)
-    assert supplements(path) == (MEASURED, PREDICTED)
+    assert supplements(path) == (MEASURED, PREDICTED, "h100")
     with h5py.File(path, "r+") as file:
         file.attrs["run_id"] = "another"
     merge(path.parent)
-    assert supplements(path) == ({}, {})
+    assert supplements(path) == ({}, {}, "")

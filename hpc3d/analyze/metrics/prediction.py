@@ -19,20 +19,22 @@ def prediction_rows(trace: Trace) -> list[dict[str, Any]]:
     Only predictions that apply to all steps are included. Measured values are those of the steps
     in `trace.steps`, which a report limits to `Steady`. step_s is the median step time of the
     slowest rank. peak_KIND_bytes is the highest peak of one kind of memory on a rank. Unknown
-    measured values are `None`: older traces do not contain the peak of the total memory, and
-    traces with CPU times do not contain the step time.
+    values are `None`: older traces contain neither the name of the predicted machine nor the peak
+    of the total memory, and traces with CPU times do not contain the step time.
     """
     known = _peaks(trace)
     if one_time(trace):
         known["step_s", -1] = float(np.median(slowest_seconds(trace)))
+    machine = trace.prediction.attrs.get("machine")
     rows = []
     for quantity, stage, rank, step, value in zip(
         *(trace.prediction[key].tolist() for key in _COLUMNS)
     ):
         if step == -1:
             measured = known.get((quantity, rank))
-            row = {"quantity": quantity, "stage": stage, "rank": rank, "predicted": value}
-            rows.append(row | {"measured": measured, "ratio": ratio(value, measured)})
+            row = {"machine": machine, "quantity": quantity, "stage": stage, "rank": rank}
+            row |= {"predicted": value, "measured": measured, "ratio": ratio(value, measured)}
+            rows.append(row)
     return rows
 
 

@@ -80,6 +80,7 @@ OF_A_RUN = (
         "prediction",
         "Prediction",
         (
+            ColumnSpec("machine", "machine"),
             ColumnSpec("quantity", "quantity"),
             _STAGE,
             _RANK,

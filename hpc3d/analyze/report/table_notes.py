@@ -94,10 +94,10 @@ the masked half of the attention matrix. `model [FLOP/s]` and `recorded [FLOP/s]
 numbers by the median step time. `MFU` and `HFU` (model and hardware FLOPs utilization) are these
 rates divided by the peak rate of all ranks, which is set with --peak.""",
     "prediction": """\
-Values predicted by python -m hpc3d.simulate for this run, and the measured values. If `predicted /
-measured` is below 1, the run needed more time or memory than predicted. step_s is the median step
-time of the slowest rank [s]. peak_KIND_bytes is the highest peak of one kind of memory on a rank
-[B].""",
+Values predicted by python -m hpc3d.simulate for this run on `machine`, and the measured values. If
+`predicted / measured` is below 1, the run needed more time or memory than predicted. step_s is the
+median step time of the slowest rank [s]. peak_KIND_bytes is the highest peak of one kind of memory
+on a rank [B].""",
     "loss": """\
 Mean loss per token after each step, the `gradient norm` before clipping, and the time of the
 slowest rank. If the run was resumed, `attempt` is the attempt that trained the step, and

@@ -118,8 +118,10 @@ def _predicted(rows: _Rows) -> Iterator[str]:
             comparison = f"{ratio:.2f} times" if ratio < 10 else f"{ratio:.0f} times"
             if abs(ratio - 1) <= _TOLERANCE:
                 comparison = f"within {_TOLERANCE:.0%} of"
-            predicted = f"{comparison} the predicted {seconds(row['predicted'])}"
-            yield f"A step takes {seconds(row['measured'])}, {predicted}."
+            predicted = f"predicted {seconds(row['predicted'])}"
+            if row["machine"]:
+                predicted = f"{seconds(row['predicted'])} predicted for {row['machine']}"
+            yield f"A step takes {seconds(row['measured'])}, {comparison} the {predicted}."
 
 
 def _share(part: float, whole: float) -> str:

@@ -25,7 +25,7 @@ def path(tmp_path):
     rows = [row for row, *_ in PREDICTED] + [of_one_step]
     quantity, stage, rank, step, value = map(list, zip(*rows))
     columns = {"quantity": quantity, "stage": stage, "rank": rank, "step": step, "value": value}
-    write_prediction(path, columns)
+    write_prediction(path, columns, "h100")
     return path
 
 
@@ -35,7 +35,7 @@ def test_prediction_table_lists_predicted_and_measured_values(path):
         shown = analyze_run(opened).tables["prediction"]
     assert shown == rows
     assert [tuple(row.values()) for row in rows] == [
-        (quantity, stage, rank, value, measured and pytest.approx(measured), ratio)
+        ("h100", quantity, stage, rank, value, measured and pytest.approx(measured), ratio)
         for (quantity, stage, rank, _, value), measured, ratio in PREDICTED
     ]
 

@@ -107,8 +107,10 @@ def test_verdict_mentions_dropped_tokens_above_five_percent(dropped, told):
     ],
 )
 def test_verdict_compares_the_measured_step_with_its_prediction(measured, said):
-    rows = [{"quantity": "step_s", "predicted": 1.0, "measured": measured}]
-    assert verdict(tables(prediction=rows))[-1].endswith(f", {said}.")
+    row = {"machine": None, "quantity": "step_s", "predicted": 1.0, "measured": measured}
+    assert verdict(tables(prediction=[row]))[-1].endswith(f", {said}.")
+    said = said.replace("the predicted 1.00 s", "the 1.00 s predicted for h100")
+    assert verdict(tables(prediction=[row | {"machine": "h100"}]))[-1].endswith(f", {said}.")
 
 
 def test_offload_copies_are_not_communication():
