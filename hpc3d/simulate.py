@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc3d.config.argument_types import integer, number_of_ranks, real
-from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine, input_of
+from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine, input_of, refuse_model
 from hpc3d.console.command_line import Parser, readable_time, run
 from hpc3d.console.sanitize import Problems, counted, sanitized
 from hpc3d.pipeline.csv_schedule import to_csv
@@ -116,6 +116,7 @@ def _step(options, overrides):
         # An imported run that has not been trained yet has no layout.
         folder, options.input = None, input_of(folder)
     if folder and not (folder / "config.toml").is_file():
+        refuse_model(folder)
         problems.append(
             f"{folder}: this folder has no config.toml; specify an input file, or a run folder "
             "with a trace"

@@ -22,6 +22,7 @@ from hpc3d.checkpoints.sharded import Checkpoint, restore, restore_own, steps_of
 from hpc3d.config import deprecated_keys
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
 from hpc3d.config.load import flat, load, override, read, to_toml, validate
+from hpc3d.config.package_data import refuse_model
 from hpc3d.config.resolve import refuse
 from hpc3d.config.rules import unknown_values
 from hpc3d.console.sanitize import Problems, counted, lines_of
@@ -75,9 +76,8 @@ def run_to_resume(words: list[str]) -> Path | None:
     try:
         if (run / "config.toml").exists() or steps_of(run / "checkpoints"):
             return run.absolute()
+        refuse_model(run)
         problem = "this is not a run folder"
-        if (run / "config.json").is_file():
-            problem = "this is a Hugging Face model; first run python -m hpc3d.checkpoint import"
     except OSError as error:
         problem = error.strerror
     raise ValueError(f"--resume {run!s:.200}: {problem}; specify a folder results/NAME-STAMP")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 from hpc3d.config import deprecated_keys
 from hpc3d.config.familiar_names import familiar
 from hpc3d.config.input_file import Config
-from hpc3d.config.package_data import INPUT, find
+from hpc3d.config.package_data import INPUT, find, refuse_model
 from hpc3d.config.wrong_values import mark_wrong
 from hpc3d.console import small_files
 from hpc3d.console.sanitize import Problems, abbreviated, as_written, sanitized
@@ -143,6 +143,7 @@ def read(path: Path | str) -> dict[str, Any]:
             f"{path}: input files are written in TOML, not in Python; docs/data.md explains which "
             "keys correspond to the settings of a nanoGPT configuration"
         )
+    refuse_model(path)
     content = small_files.read(path, remedy="specify a readable file")
     try:
         return small_files.toml(content.decode())

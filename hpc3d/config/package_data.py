@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-_INPUTS = "inputs"
+_INPUTS, _MODEL = "inputs", "config.json"
 
 
 class Kind(NamedTuple):
@@ -53,6 +53,8 @@ def find(word: str, kind: Kind) -> Path:
             return Path(path)
     if (stored := input_of(word)) != word:
         raise ValueError(f"{word}: is the folder of a run; use {stored}")
+    if kind is INPUT:
+        refuse_model(word)
     wrong = "is a folder" if os.path.isdir(word) else f"no such {kind.title}"
     near = get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -60,6 +62,17 @@ def find(word: str, kind: Kind) -> Path:
     if "/" in (path := str(word)) or path.endswith(".toml"):
         remedy = "specify a file" if os.path.isdir(word) else "specify an existing path"
     raise ValueError(f"{word or repr(word)}: {wrong}; {hint}{remedy}")
+
+
+def refuse_model(path: Path | str) -> None:
+    """Raise ValueError if `path` is a Hugging Face model, or its config.json or weights."""
+    source = Path(path).parent if Path(path).name == _MODEL else path
+    weights = Path(path).suffix == ".safetensors" and os.path.isfile(path)
+    if weights or os.path.isfile(os.path.join(source, _MODEL)):
+        raise ValueError(
+            f"{path}: a model of Hugging Face Transformers, not a run or an input file; run "
+            f"python -m hpc3d.checkpoint import {source} -o results/NEW, then use results/NEW"
+        )
 
 
 def input_of(word: Path | str) -> Path | str:

@@ -10,6 +10,8 @@ import pytest
 
 import hpc3d
 from hpc3d import train
+from hpc3d.__main__ import main
+from hpc3d.checkpoints.resume import run_to_resume
 from hpc3d.comm.abstract_communicator import abstract_mesh
 from hpc3d.config.load import load
 from hpc3d.config.package_data import INPUT, MACHINE, find, new_path, shipped, text_path
@@ -152,6 +154,25 @@ def test_folder_of_a_run_is_rejected_with_its_configuration(tmp_path):
         ValueError, match=f"^{tmp_path}: is the folder of a run; use .*/config.toml$"
     ):
         find(str(tmp_path), INPUT)
+
+
+@pytest.mark.parametrize("name", ["", "config.json", "model.safetensors"])
+def test_commands_show_how_to_import_a_hugging_face_model(name, elsewhere, capsys):
+    for each in ("config.json", "model.safetensors"):
+        (elsewhere / each).write_text("{}", encoding="utf-8")
+    given = elsewhere / name
+    source = given if given.suffix == ".safetensors" else elsewhere
+    line = (
+        f"{given}: a model of Hugging Face Transformers, not a run or an input file; run python "
+        f"-m hpc3d.checkpoint import {source} -o results/NEW, then use results/NEW"
+    )
+    for words in (["layout"], ["plan", "--ranks", "2"], ["simulate"]):
+        assert main([*words, str(given)]) == 2
+        assert capsys.readouterr().err.endswith(f"{line}\n")
+    for reading in (lambda: load(given, []), lambda: run_to_resume(["--resume", str(given)])):
+        with pytest.raises(ValueError) as refused:
+            reading()
+        assert str(refused.value) == line
 
 
 @pytest.mark.parametrize("word", ["inputs/corpus", "./inputs/corpus", "corpus", "inputs/corpus/"])
