@@ -343,7 +343,7 @@ def show(
     for where, rows in named.items():
         if not any(rows.values()):
             schemes = ", ".join(rows)
-            print(f"\nNo valid layout with {where} uses one of these schemes: {schemes}")
+            print(f"\nWith {where}, no layout of these schemes is valid: {schemes}")
             continue
         print(f"\nBest layout of each scheme, with {where}:")
         for name, row in rows.items():

@@ -169,7 +169,7 @@ def test_single_rank_has_one_layout_of_no_named_scheme(capsys, tmp_path):
     assert len(found["layouts"]) == 1 and not found["losers"]
     assert set(found["named"]["any p and d"].values()) == {None}
     for where in found["named"]:
-        assert f"No valid layout with {where} uses one of these schemes: 1-D, 2-D" in out
+        assert f"With {where}, no layout of these schemes is valid: 1-D, 2-D" in out
 
 
 @pytest.mark.slow
