@@ -191,7 +191,7 @@ def refuse_another(path: Path, tokens: Tokens, name: str | None = None) -> None:
         same = where in (None, tokens.tokenizer)
     if not same:
         raise ValueError(
-            f"data.path: the tokenizer of this text ({tokens.tokenizer}, vocabulary "
-            f"{tokens.vocabulary}) differs from the tokenizer of {path}; create a token file with "
-            f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {where}"
+            f"data.path: the tokenizer of this text ({tokens.described()}) differs from the "
+            f"tokenizer of {path}; create a token file with python -m hpc3d.prepare TEXT -o "
+            f"tokens.h5 --tokenizer {where}"
         )

@@ -55,10 +55,9 @@ def refuse_other_tokenizer(text: Tokens, first: Tokens) -> None:
     if text.made_by() != first.made_by():
         file = Path(first.path).suffix == SUFFIX
         raise ValueError(
-            f"data.path: {text.path} has another tokenizer ({text.tokenizer}, vocabulary "
-            f"{text.vocabulary}) than {first.path} ({first.tokenizer}, vocabulary "
-            f"{first.vocabulary}); prepare all texts with the same tokenizer, such as "
-            f"--tokenizer {first.path if file else first.tokenizer}"
+            f"data.path: {text.path} has another tokenizer ({text.described()}) than "
+            f"{first.path} ({first.described()}); prepare all texts with the same tokenizer, "
+            f"such as --tokenizer {first.path if file else first.tokenizer}"
         )
 
 

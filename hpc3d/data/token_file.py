@@ -24,6 +24,7 @@ from hpc3d.data.tokenizer import (
     PIECE,
     ByteTokenizer,
     Tokenizer,
+    kind_of,
     pieces,
     reading,
     reading_text,
@@ -78,6 +79,10 @@ class Tokens(contextlib.AbstractContextManager):
     def made_by(self) -> tuple[str, int, str]:
         """Return the name, vocabulary size and JSON text that identify the tokenizer."""
         return self.tokenizer, self.vocabulary, self.json
+
+    def described(self) -> str:
+        """Return the type and vocabulary size of the tokenizer: "characters, vocabulary 65"."""
+        return f"{kind_of(self.tokenizer, self.json)}, vocabulary {self.vocabulary}"
 
     def mask(self) -> int | None:
         """Return the id of the tokenizer's mask token, or None."""

@@ -1,7 +1,6 @@
 """The tokenizer of a run: stored, compared on resume, exported and imported."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +17,7 @@ from hpc3d.checkpoints.run_tokenizer import (
 )
 from hpc3d.config.input_file import Config, DataConfig
 from hpc3d.config.load import to_toml
+from hpc3d.data.token_file import Tokens
 from hpc3d.data.tokenizer import ByteTokenizer, train_bpe
 from hpc3d.data.tokenizer_files import characters
 from tests.elided import elided
@@ -32,9 +32,11 @@ def bpe():
 
 
 def tokens_of(made):
-    """Return the parts of a token source that these tests require."""
-    known = {"vocabulary": made.vocabulary, "json": made.json, "end_name": made.end_name}
-    return SimpleNamespace(tokenizer=made.name, **known)
+    """Return a token source without tokens."""
+    tokens = Tokens()
+    tokens.tokenizer, tokens.vocabulary, tokens.json = made.name, made.vocabulary, made.json
+    tokens.end_name = made.end_name
+    return tokens
 
 
 def run_of(folder, name):
@@ -67,7 +69,8 @@ def test_text_of_another_tokenizer_is_rejected(tmp_path, bpe):
     padded = json.loads(bpe.json) | {"truncation": None, "padding": None}
     padded["padding"] = {"strategy": "BatchLongest", "direction": "Right", "pad_id": 0}
     padded["padding"] |= {"pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "<|end|>"}
-    same = SimpleNamespace(**vars(ours) | {"json": json.dumps(padded, indent=3)})
+    same = tokens_of(bpe)
+    same.json = json.dumps(padded, indent=3)
     taken = [(kept, ours), (kept, same), (bytes_of, byte), (older, ours)]
     for run, tokens in [*taken, *((new, each) for each in (ours, byte))]:
         refuse_another(run, tokens)

@@ -9,9 +9,12 @@ import h5py
 import numpy as np
 import pytest
 
+from hpc3d.checkpoints.run_tokenizer import refuse_another
+from hpc3d.data.mixture import open_texts
 from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
-from hpc3d.data.tokenizer_files import meta_tokenizer
+from hpc3d.data.tokenizer_files import characters, meta_tokenizer
+from hpc3d.data.validation import separate_texts
 from tests.data.prepared import TEXT, call, nano, row
 
 
@@ -33,6 +36,25 @@ def test_end_of_document_token_is_known(tmp_path, bpe, output):
     for path, end in ((tmp_path, 0), (output, bpe.end)):
         with open_tokens(path) as tokens:
             assert tokens.end() == end == tokens.read(len(tokens) - 1, len(tokens))[0]
+
+
+def test_messages_describe_the_type_of_the_tokenizer(tmp_path, bpe, output):
+    text = tmp_path / "a.txt"
+    text.write_text("xx")
+    found = []
+    for tokenizer in (ByteTokenizer(), bpe, characters({"x": 0, "y": 1})):
+        write_tokens(output, [text], tokenizer)
+        with open_tokens(output) as tokens:
+            found.append(tokens.described())
+    letters = "characters, vocabulary 2"
+    assert found == ["byte, vocabulary 256", "bpe, vocabulary 275", letters]
+    with pytest.raises(ValueError, match=rf"tokenizer \({letters}\) than .* \({found[0]}\);"):
+        open_texts([text, output], [1, 1])
+    with pytest.raises(ValueError, match=rf"of .* \({letters}\) differs from .* \({found[0]}\);"):
+        separate_texts([output], open_tokens(text))
+    (tmp_path / "tokenizer.json").write_text(bpe.json)
+    with open_tokens(output) as tokens, pytest.raises(ValueError, match=rf"\({letters}\) differs"):
+        refuse_another(tmp_path, tokens)
 
 
 @pytest.mark.slow
