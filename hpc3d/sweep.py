@@ -158,7 +158,10 @@ def _tabulate(points: Sequence[SweepPoint], folder: Path, options: Namespace) ->
     rows = [row_of(point, path) for point in points if (path := finished(point, folder))]
     if not rows:
         raise Problems([f"{folder}: no point is finished; run the study without --table"])
-    print(write(rows, [*points[0].values], folder, options.figures, options.width))
+    axes = {
+        axis: [*dict.fromkeys(point.values[axis] for point in points)] for axis in points[0].values
+    }
+    print(write(rows, axes, folder, options.figures, options.width))
     if left := len(points) - len(rows):
         print(f"{counted(left, 'point')} not finished")
     print(f"written to {folder}/runs.* and {folder}/summary.*")

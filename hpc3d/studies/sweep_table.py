@@ -9,8 +9,9 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,17 +89,21 @@ def _quantities(rows: Sequence[dict[str, Any]]) -> list[_Quantity]:
     return [*_QUANTITIES[:2], *texts, *_QUANTITIES[2:]]
 
 
-def summarized(rows: Sequence[dict[str, Any]], axes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one row per combination of the axes, in the order of `rows`.
+def summarized(
+    rows: Sequence[dict[str, Any]], axes: Mapping[str, Sequence[Any]]
+) -> list[dict[str, Any]]:
+    """Return one row per combination of the axes, in the order of the values of each axis.
 
     For each metric KEY, the row contains the mean (KEY) and the half-width of its 95 % confidence
     interval (KEY_ci95). Unknown values are None.
     """
-    groups: dict[tuple, list[dict[str, Any]]] = {}
+    groups: dict[tuple, list[dict[str, Any]]] = {values: [] for values in product(*axes.values())}
     for row in rows:
-        groups.setdefault(tuple(row[axis] for axis in axes), []).append(row)
+        groups[tuple(row[axis] for axis in axes)].append(row)
     found = []
     for values, group in groups.items():
+        if not group:
+            continue
         row = dict(zip(axes, values)) | {"runs": len(group)}
         for quantity in _quantities(rows):
             samples = _samples(quantity, group)
@@ -121,32 +126,32 @@ def _samples(quantity: _Quantity, group: Sequence[dict[str, Any]]) -> np.ndarray
 
 def write(
     rows: Sequence[dict[str, Any]],
-    axes: Sequence[str],
+    axes: Mapping[str, Sequence[Any]],
     folder: Path,
     formats: Sequence[str] = FIGURES,
     width: float | None = None,
 ) -> str:
     """Write the tables and the figure; return the summary as a table for the terminal.
 
-    The formats are CSV and HDF5 for the table of runs; CSV, Markdown and LaTeX for the summary;
-    and `formats` for the figure. An earlier figure is removed. `width` is the width of the figure
-    in inches.
+    `axes` is a dict from each axis to its values. The formats are CSV and HDF5 for the table of
+    runs; CSV, Markdown and LaTeX for the summary; and `formats` for the figure. An earlier figure
+    is removed. `width` is the width of the figure in inches.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    axes = [axis for axis in axes if axis != _SEED]
     write_csv(folder / "runs.csv", rows)
     _write_hdf5(folder / "runs.h5", rows)
-    summary = summarized(rows, axes)
+    varied = {axis: values for axis, values in axes.items() if axis != _SEED}
+    summary, names = summarized(rows, varied), [*varied]
     write_csv(folder / "summary.csv", summary)
     quantities = _quantities(rows)
-    fields = _fields(summary, axes, quantities)
+    fields = _fields(summary, names, quantities)
     shown = [row | {each.key: each.text(row) for each in quantities} for row in summary]
     (folder / "summary.md").write_text(markdown(fields, shown) + "\n", encoding="utf-8")
     (folder / "summary.tex").write_text(latex(fields, shown), encoding="utf-8")
     for each in FIGURES:
         (folder / f"summary.{each}").unlink(missing_ok=True)
-    if across := _across(summary, axes):
-        save(sized(partial(_figure, summary, axes, across), width), folder / "summary", formats)
+    if across := _across(summary, names):
+        save(sized(partial(_figure, summary, names, across), width), folder / "summary", formats)
     return markdown(fields, shown, escape=str)
 
 

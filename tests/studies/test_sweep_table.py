@@ -9,7 +9,8 @@ import pytest
 from hpc3d.config.argument_types import FIGURES
 from hpc3d.studies.sweep_table import summarized, write
 
-AXES = ["model.hidden", "layouts", "seed"]
+GROUPS = {"model.hidden": [64, 128], "layouts": ["50% $d$", "a", "b"]}
+AXES = {"seed": [1, 2, 3]} | GROUPS
 
 
 def row(hidden, seed, repetition, **measures):
@@ -25,7 +26,7 @@ def test_samples_are_the_means_of_the_seeds():
         for seed, loss in enumerate(losses, 1)
         for repetition in (-1, 1)
     ]
-    (found,) = summarized(rows, AXES[:2])
+    (found,) = summarized(rows, GROUPS)
     assert found["runs"] == 6 and "seed" not in found
     assert found["loss"] == pytest.approx(np.mean(losses))
     # The 97.5 % quantile of Student's t distribution with 2 degrees of freedom is 4.303.
@@ -37,9 +38,25 @@ def test_samples_are_the_means_of_the_seeds():
 
 def test_repetitions_of_one_seed_are_samples_of_times_but_not_of_losses():
     rows = [row(64, 1, number, loss=5.0, step_s=time) for number, time in enumerate((0.1, 0.2))]
-    (found,) = summarized(rows, AXES[:2])
+    (found,) = summarized(rows, GROUPS)
     assert (found["loss"], found["loss_ci95"]) == (5.0, None)
     assert found["step_s_ci95"] == pytest.approx(12.706 * 0.05)
+
+
+def test_rows_have_the_order_of_the_axes_if_a_point_is_unfinished():
+    rows = [
+        row(hidden, seed, 0, loss=5.0) | {"layouts": name}
+        for seed in (1, 2)
+        for name in "ab"
+        for hidden in (64, 128)
+    ]
+    complete, without = (summarized(each, GROUPS) for each in (rows, rows[1:]))
+    order = [
+        [(each["model.hidden"], each["layouts"]) for each in found]
+        for found in (complete, without)
+    ]
+    assert order[0] == order[1] == [(64, "a"), (64, "b"), (128, "a"), (128, "b")]
+    assert [each["runs"] for each in without] == [1, 2, 2, 2]
 
 
 def test_files_have_the_values_and_the_summary_is_formatted(tmp_path):
@@ -84,7 +101,7 @@ def test_each_validation_text_has_a_column(tmp_path):
 
 def test_only_the_markdown_file_has_escaped_lists(tmp_path):
     rows = [row(64, 1, 0, loss=5.0) | {"data.weights": weights} for weights in ("[2, 1]", "[1]")]
-    assert "| [2, 1]  |" in write(rows, ["data.weights"], tmp_path)
+    assert "| [2, 1]  |" in write(rows, {"data.weights": ["[2, 1]", "[1]"]}, tmp_path)
     assert r"| \[2, 1\] |" in (tmp_path / "summary.md").read_text()
 
 
