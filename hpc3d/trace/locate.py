@@ -40,7 +40,9 @@ def _absent(run_dir):
         return f"{run_dir}: a folder of trace segments; specify its parent folder"
     settings = run_dir / "config.toml"
     if not settings.is_file():
-        return f"{run_dir}: not a run folder; specify one, such as results/NAME-STAMP"
+        study = any(run_dir.glob("runs/*/config.toml"))
+        runs = f"its runs, {run_dir}/runs/*" if study else "one, such as results/NAME-STAMP"
+        return f"{run_dir}: not a run folder; specify {runs}"
     if configured(read(settings).decode(errors="replace"), "trace", "enabled") is False:
         return f"{run_dir}: no trace was recorded; set trace.enabled = true and run again"
     if before := latest_with_steps(run_dir):

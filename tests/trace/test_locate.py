@@ -16,6 +16,17 @@ def test_a_run_without_a_trace_is_named_whatever_its_settings(tmp_path, settings
         trace_of(tmp_path)
 
 
+def test_runs_of_a_study_are_suggested(tmp_path):
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    with pytest.raises(ValueError, match="specify one, such as results/NAME-STAMP"):
+        trace_of(tmp_path)
+    (tmp_path / "runs" / "one" / "config.toml").touch()
+    with pytest.raises(
+        ValueError, match=rf"not a run folder; specify its runs, {tmp_path}/runs/\*$"
+    ):
+        trace_of(tmp_path)
+
+
 def test_trace_without_steps_names_the_attempt_that_has_them(tmp_path):
     """The resumed run failed before its first step, twice."""
     attempt(tmp_path, 0, 2)
