@@ -1,10 +1,10 @@
 """Verdict of a comparison of runs: which run is faster, and whether the losses agree.
 
-Runs that differ only in their seed form a group. Two groups of several runs are compared by the
-median step times of their runs, because the steps of a run are not independent samples. If one of
-the groups is a single run, the groups are compared by the median over all steps. As in the summary
-of a sweep, each seed contributes one sample, the mean over its runs. With a single seed, each run
-is a sample of the step time.
+Runs that differ only in their seed form a group. As in the summary of a sweep, the step time of a
+run is its median over the steps, each seed contributes one sample, the mean over its runs, and the
+step time of a group is the mean over its samples. With a single seed, each run is a sample. The
+rate of a group is its work per step divided by its step time. The mean is arithmetic for times and
+thus harmonic for rates (Hoefler and Belli, SC 2015, rule 3).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.compare import half_width, interval, relative_error, scaling_rows
+from hpc3d.analyze.metrics.compare import half_width, interval, kind_of_scaling, relative_error
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import ratio
 from hpc3d.config.load import flat
@@ -26,7 +26,7 @@ _Samples = Sequence[Sequence[np.ndarray]]  # step times of each run of each samp
 _UNCOMPARED = ("seed", "name", "run.out")  # keys in which the runs of a group may differ
 _MESH = ("layout", "ranks", "p", "d")  # columns that identify the layout of a run
 _TIMES = ("forward_s", "backward_s", "average_step_s", "step_s")
-_MEASURED = (*_TIMES, "tokens_per_s", "tokens_per_s_rank", "flop_per_s")
+_RATES = ("tokens_per_s", "tokens_per_s_rank", "flop_per_s")
 _SPEEDUP = ("speedup", "speedup_low", "speedup_high")
 _ROUNDING = 1e-5  # losses agree if they differ by at most this fraction
 _TWICE = 2.0  # from this ratio on, the verdict states a ratio instead of a percentage
@@ -116,7 +116,7 @@ def with_references(groups: Sequence[SeedGroup], runs: Sequence[_Row]) -> list[S
     firsts = [runs[group.runs[0]] for group in groups]
     found = []
     for run in firsts:
-        kinds = [row["scaling"] for row in scaling_rows([run, *firsts])[1:]]
+        kinds = [kind_of_scaling(other, run) for other in firsts]
         same = [index for index, kind in enumerate(kinds) if kind == "strong"]
         others = kinds[0] == "other" and len(same) > 1
         keys = [[firsts[index].get(key) != firsts[0].get(key) for key in _MESH] for index in same]
@@ -146,9 +146,9 @@ def speed_rows(
     """Compare the step time of each group with its reference group.
 
     Each row has the label `run`, the number of `ranks`, the kind of `scaling`, and the `speedup`
-    over the reference with its 95 % confidence interval. The speedup is the ratio of median step
-    times for equal work, the ratio of FLOP/s for equal work per rank on another number of ranks,
-    and None otherwise.
+    over the reference with its 95 % confidence interval. The speedup is the ratio of step times
+    for equal work, the ratio of FLOP/s for equal work per rank on another number of ranks, and
+    None otherwise.
 
     Parameters
     ----------
@@ -163,41 +163,43 @@ def speed_rows(
     times = [[[seconds[index] for index in each] for each in group.samples] for group in groups]
     rows = []
     for group, steps in zip(groups, times):
-        before, reference = times[group.reference], groups[group.reference].runs
+        reference = groups[group.reference].runs
         first, run = runs[reference[0]], runs[group.runs[0]]
-        row = scaling_rows([first, run])[1]
-        found = {key: row[key] for key in ("ranks", "scaling")}
-        found |= {"run": group.label, "speedup": None}
-        found["noise"] = max(busy[index] or 0.0 for index in (*group.runs, *reference))
-        if row["scaling"] == "strong":
-            found |= _speedup(before, steps)
-        else:
-            if row["scaling"] == "weak" and run["ranks"] != first["ranks"]:
-                found["speedup"] = row["speedup"]
-            errors = (relative_error(_pooled(each)) for each in (before, steps))
-            found |= interval("speedup", found["speedup"], *errors)
-        rows.append(found)
+        kind, work = kind_of_scaling(run, first), None
+        if kind == "strong":
+            work = 1.0
+        elif kind == "weak" and run["ranks"] != first["ranks"]:
+            work = ratio(*(_work(each, "flop_per_s") for each in (run, first)))
+        row = {"run": group.label, "ranks": run["ranks"], "scaling": kind}
+        row["noise"] = max(busy[index] or 0.0 for index in (*group.runs, *reference))
+        rows.append(row | _speedup(times[group.reference], steps, work))
     return rows
 
 
-def _speedup(first: _Samples, others: _Samples) -> dict[str, float | None]:
-    """Return the ratio of the step times of two groups of runs, and its confidence interval.
+def _work(run: _Row, rate: str) -> float | None:
+    """Return the work per step: a rate of the run times its step time."""
+    return None if run[rate] is None else run[rate] * run["step_s"]
 
-    If both groups have several samples, the step time of a sample is the geometric mean of the
-    median step times of its runs, that of a group is the geometric mean of its samples, and the
-    interval is Welch's interval of the difference of logarithms.
+
+def _speedup(first: _Samples, others: _Samples, work: float | None) -> dict[str, float | None]:
+    """Return the ratio of the step times of two groups times `work`, and its confidence interval.
+
+    If both groups have several samples, the interval is Welch's interval of the difference of the
+    logarithms of the means, where the standard error of a logarithm is the relative standard error
+    of the mean. Otherwise, it is the interval of the ratio of the medians over all steps.
     """
-    if min(len(first), len(others)) == 1:
-        pooled = [_pooled(each) for each in (first, others)]
-        speedup = ratio(*(float(np.median(each)) for each in pooled))
-        return {"speedup": speedup} | interval("speedup", speedup, *map(relative_error, pooled))
-    logs = [
-        np.array([np.log([np.median(run) for run in sample]).mean() for sample in group])
+    means = [
+        np.array([np.mean([np.median(run) for run in sample]) for sample in group])
         for group in (first, others)
     ]
-    difference, margin = float(logs[0].mean() - logs[1].mean()), half_width(*logs)
-    limits = {"speedup_low": exp(difference - margin), "speedup_high": exp(difference + margin)}
-    return {"speedup": exp(difference), **limits}
+    before, after = (float(each.mean()) for each in means)
+    speedup = ratio(work and work * before, after)
+    if speedup is None or min(map(len, means)) == 1:
+        errors = (relative_error(_pooled(each)) for each in (first, others))
+        return {"speedup": speedup} | interval("speedup", speedup, *errors)
+    margin = half_width(means[0] / before, means[1] / after)
+    limits = {"speedup_low": speedup * exp(-margin), "speedup_high": speedup * exp(margin)}
+    return {"speedup": speedup, **limits}
 
 
 def _pooled(samples: _Samples) -> np.ndarray:
@@ -209,13 +211,14 @@ def scaling_table(
 ) -> list[dict[str, Any]]:
     """Return one row per group, with its speedup over the first group and its efficiency.
 
-    Times and rates of a group are geometric means over its runs. Groups that are compared with
-    another group have no speedup. If all groups have as many ranks, the table has no scaling.
+    Groups that are compared with another group have no speedup. If all groups have as many ranks,
+    the table has no scaling.
     """
     rows = []
     for group, speed in zip(groups, speeds):
-        members = [runs[index] for index in group.runs]
-        row = members[0] | {key: _mean([run[key] for run in members]) for key in _MEASURED}
+        first = runs[group.runs[0]]
+        row = first | {key: _mean(_means(runs, group, key)) for key in _TIMES}
+        row |= {key: ratio(_work(first, key), row["step_s"]) for key in _RATES}
         row |= {"scaling": "other"} | dict.fromkeys(_SPEEDUP)
         if not group.reference:
             row |= {key: speed[key] for key in ("scaling", *_SPEEDUP)}
@@ -229,11 +232,8 @@ def scaling_table(
     return [row | {"scaling": None, "efficiency": None} for row in rows]
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the geometric mean, or the only value."""
-    if len(values) == 1:
-        return values[0]
-    return exp(sum(np.log(values)) / len(values)) if all(values) else None
+def _mean(values: Mapping[int | None, float]) -> float | None:
+    return float(np.mean([*values.values()])) if values else None
 
 
 def seed_rows(runs: Sequence[_Row], groups: Sequence[SeedGroup]) -> list[dict[str, Any]]:
@@ -249,14 +249,14 @@ def seed_rows(runs: Sequence[_Row], groups: Sequence[SeedGroup]) -> list[dict[st
         row: dict[str, Any] = {"run": group.label, "runs": len(group.seeds)}
         for key in ("loss", "validation_loss"):
             means = _means(runs, group, key)
-            row[key] = float(np.mean([*means.values()])) if means else None
+            row[key] = _mean(means)
             row[f"{key}_half"] = half_width(np.array([*means.values()])) if means else None
         rows.append(row)
     return rows
 
 
 def _means(runs: Sequence[_Row], group: SeedGroup, key: str) -> dict[int | None, float]:
-    """Return the mean loss of the runs of each seed, or an empty dict if any loss is unknown."""
+    """Return the mean over the runs of each seed, or an empty dict if any value is unknown."""
     if any(runs[index][key] is None for index in group.runs):
         return {}
     return {

@@ -1,9 +1,9 @@
 """Tables and figure of a sweep: one row per run, and one row per combination of the axes.
 
 Runs that differ only in the seed or the repetition are summarized by their mean and its 95 %
-confidence interval. Each seed contributes one sample, the mean over its repetitions. With a single
-seed, each repetition is a sample, but losses have no interval, because repetitions do not change
-them.
+confidence interval. The mean of a rate is the harmonic mean. Each seed contributes one sample, the
+mean over its repetitions. With a single seed, each repetition is a sample, but losses have no
+interval, because repetitions do not change them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,18 @@ _ROUNDING = 1e-9  # relative rounding error of a mean
 
 
 class _Quantity(NamedTuple):
-    """Metric of a run. `repeated` is True if it varies between repetitions with the same seed."""
+    """Metric of a run.
+
+    `repeated` is True if it varies between repetitions with the same seed. The mean of a `rate` is
+    the harmonic mean, so that the mean rate is the work divided by the mean time.
+    """
 
     key: str
     heading: str
     scale: float = 1
     write: Callable[[float], str] = digits
     repeated: bool = True
+    rate: bool = False
 
     @property
     def half(self) -> str:
@@ -71,7 +76,7 @@ _QUANTITIES = (
     _Quantity("loss", "loss", write="{:.4f}".format, repeated=False),
     _Quantity("validation_loss", "validation loss", write="{:.4f}".format, repeated=False),
     _Quantity("step_s", "step time [ms]", 1e3),
-    _Quantity("tokens_per_s", "tokens/s"),
+    _Quantity("tokens_per_s", "tokens/s", rate=True),
     _Quantity("received_bytes", "received [MB]", 1e-6),
     _Quantity("peak_bytes", "peak memory [MB]", 1e-6),
 )
@@ -107,18 +112,22 @@ def summarized(
         row = dict(zip(axes, values)) | {"runs": len(group)}
         for quantity in _quantities(rows):
             samples = _samples(quantity, group)
-            row[quantity.key] = float(samples.mean()) if len(samples) else None
-            row[quantity.half] = half_width(samples) if len(samples) > 1 else None
+            mean = float(samples.mean()) if len(samples) else None
+            half = half_width(samples) if len(samples) > 1 else None
+            if quantity.rate and mean is not None:
+                mean, half = 1 / mean, half and half / mean**2
+            row |= {quantity.key: mean, quantity.half: half}
         found.append(row)
     return found
 
 
 def _samples(quantity: _Quantity, group: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Return the independent samples of a metric."""
+    """Return the independent samples of a metric, or of the inverse of a rate."""
     seeds: dict[int, list[float]] = {}
     for row in group:
-        if (value := row.get(quantity.key)) is not None:
-            seeds.setdefault(row[_SEED], []).append(value)
+        value = row.get(quantity.key)
+        if value or (value is not None and not quantity.rate):
+            seeds.setdefault(row[_SEED], []).append(1 / value if quantity.rate else value)
     if len(seeds) == 1 and quantity.repeated:
         return np.array(*seeds.values())
     return np.array([np.mean(values) for values in seeds.values()])

@@ -110,13 +110,13 @@ def test_difference_that_other_processes_can_cause_is_called_so(busy, factor, to
     [
         ({"ranks": 8}, "b is 2.00 times as fast as a on 8 instead of 4 ranks (95 % interval "),
         (
-            {"ranks": 8, "batch": 16, "flop_per_s": 1.8},
+            {"ranks": 8, "batch": 16, "flop_per_s": 1.8, "step_s": 0.5},
             "b reaches 1.80 times the FLOP/s of a (95",
         ),
         ({"layers": 3}, OTHER_WORK),
         ({"setting": "float64"}, OTHER_WORK),
         (
-            {"ranks": 8, "batch": 16, "flop_per_s": 0.99},
+            {"ranks": 8, "batch": 16, "flop_per_s": 0.99, "step_s": 0.5},
             "b reaches the FLOP/s of a within the noise: 0.99 times the FLOP/s (95 % interval ",
         ),
     ],
@@ -145,12 +145,22 @@ def test_scaling_is_only_reported_if_ranks_differ():
 
 
 def test_seeds_of_a_layout_are_one_row_of_the_scaling_table():
-    runs = [run("a, 1", step_s=1.0), run("a, 2", step_s=4.0), run("b", 8)]
+    runs = [run("a, 1", tokens_per_s=4.0), run("a, 2", step_s=4.0), run("b", 8)]
     groups = grouped(("a (2 seeds)", "b"), {1: [0], 2: [1]}, {1: [2]})
     rows = scaling(runs, groups, [STEADY, 4 * STEADY, STEADY])
-    assert [(row["run"], row["step_s"]) for row in rows] == [("a (2 seeds)", 2), ("b", 1)]
+    assert [(row["run"], row["step_s"]) for row in rows] == [("a (2 seeds)", 2.5), ("b", 1)]
     assert (rows[0]["speedup"], rows[0]["speedup_low"]) == (1, None)
-    assert rows[1]["speedup"] == np.median([*STEADY, *(4 * STEADY)])
+    assert (rows[1]["speedup"], rows[0]["tokens_per_s"]) == (2.5, 4 / 2.5)
+    errors = relative_error([*STEADY, *(4 * STEADY)]), relative_error(STEADY)
+    assert rows[1]["speedup_low"] == interval("speedup", 2.5, *errors)["speedup_low"]
+
+
+def test_weak_scaling_of_groups_compares_all_of_their_runs():
+    runs = [run("a, 1"), run("a, 2", step_s=3.0), *([run("b", 8, batch=16, flop_per_s=2.0)] * 2)]
+    groups = grouped("ab", {1: [0], 2: [1]}, {1: [2], 2: [3]})
+    rows = scaling(runs, groups, [STEADY, 3 * STEADY, STEADY, STEADY])
+    assert [row["scaling"] for row in rows] == ["strong", "weak"]
+    assert (rows[1]["speedup"], rows[1]["efficiency"]) == pytest.approx((4, 2))
 
 
 def test_groups_are_compared_with_the_same_layout_and_model_size():
@@ -203,17 +213,17 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
     times = [1.0, 1.2, 0.9, 1.0]
     groups = grouped(("a, 64 (2 seeds)", "b (2 seeds)"), {1: [0], 2: [1]}, {1: [2], 2: [3]})
     (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
-    assert line.startswith("b (2 seeds) is as fast as a, 64 (2 seeds) within the noise: 15.5% fas")
+    assert line.startswith("b (2 seeds) is as fast as a, 64 (2 seeds) within the noise: 15.8% fas")
     assert line.endswith("; the losses agree within the noise of the seeds: " + EQUAL)
     runs[2:] = [each | {"ranks": 8} for each in runs[2:]]
     (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
     said = "b (2 seeds) is as fast as a, 64 (2 seeds) on 8 instead of 4 ranks within the noise: "
-    assert line.startswith(said + "1.15 times as fast (95 % interval ")
+    assert line.startswith(said + "1.16 times as fast (95 % interval ")
     steps = [np.tile(STEADY, 100) * each for each in times]
     _, row = speed_rows(runs, steps, groups, [None] * 4)
-    logs = [np.log(each) for each in ([1.0, 1.2], [0.9, 1.0])]
-    margin = half_width(*logs)
-    assert row["speedup_high"] == pytest.approx((1.2 / 0.9) ** 0.5 * np.exp(margin))
+    margin = half_width(np.array([1.0, 1.2]) / 1.1, np.array([0.9, 1.0]) / 0.95)
+    limits = row["speedup_low"], row["speedup"], row["speedup_high"]
+    assert limits == pytest.approx(1.1 / 0.95 * np.exp([-margin, 0, margin]))
 
 
 @pytest.mark.parametrize(
@@ -276,8 +286,8 @@ def test_runs_of_a_seed_are_one_sample():
     assert row["loss_half"] == pytest.approx(12.706 * 0.5)
     times = [STEADY * each for each in (1.0, 1.1, 1.21, 0.9, 1.0)]
     _, row = speed_rows([*map(run, labels)], times, groups, [None] * 5)
-    margin = half_width(np.log([1.0, 1.331**0.5]), np.log([0.9, 1.0]))
-    assert row["speedup_high"] == pytest.approx((1.331**0.5 / 0.9) ** 0.5 * np.exp(margin))
+    margin = half_width(np.array([1.0, 1.155]) / 1.0775, np.array([0.9, 1.0]) / 0.95)
+    assert row["speedup_high"] == pytest.approx(1.0775 / 0.95 * np.exp(margin))
     (line,) = repeated_seeds(groups, labels)
     assert line.startswith("a, 3 repeats the configuration and seed of a, 2: ")
 

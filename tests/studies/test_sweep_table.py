@@ -33,6 +33,12 @@ def test_samples_are_the_means_of_the_seeds():
     assert found["loss_ci95"] == pytest.approx(4.303 * np.std(losses, ddof=1) / 3**0.5)
     assert found["step_s_ci95"] == pytest.approx(4.303 * 0.01 / 3**0.5)
     assert (found["received_bytes"], found["received_bytes_ci95"]) == (8e6, 0)
+    rates = [each | {"tokens_per_s": 512 / each["step_s"]} for each in rows]
+    (found,) = summarized(rates, GROUPS)
+    assert found["tokens_per_s"] == pytest.approx(512 / found["step_s"])
+    assert found["tokens_per_s_ci95"] / found["tokens_per_s"] == pytest.approx(
+        found["step_s_ci95"] / found["step_s"]
+    )
     assert (found["validation_loss"], found["validation_loss_ci95"]) == (None, None)
 
 

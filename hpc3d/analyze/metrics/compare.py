@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import exp, hypot, pi
 from typing import Any
 
@@ -144,7 +144,7 @@ def _received(time):
 
 
 def run_row(trace: Steady) -> dict[str, Any]:
-    """Return the properties of a run that are required by `scaling_rows` and `gain_rows`.
+    """Return the properties of a run that are required by `kind_of_scaling` and `gain_rows`.
 
     step_s is the median step time of the slowest rank. forward_s and backward_s are averaged over
     ranks in each step; the result is the median over steps. average_step_s = (forward_s +
@@ -225,36 +225,14 @@ def _sizes(config):
     }
 
 
-def scaling_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add speedup and efficiency, relative to the first run, to the rows returned by `run_row`.
+def kind_of_scaling(run: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Return the kind of scaling from the run `first` to another run.
 
-    `scaling` is "strong" if a run and the first run do the same total work. It is "weak" if the
-    work per rank (block parameters times tokens) is the same within the relative tolerance
-    CONSTANT and all other settings are equal. Otherwise it is "other", for example if the work is
-    unknown or only one of the two runs is simulated. speedup is the ratio of step times for strong
-    scaling, the ratio of FLOP/s for weak scaling, and None otherwise. efficiency is the speedup
-    divided by the ratio of the numbers of ranks.
+    It is "strong" if the runs do the same total work. It is "weak" if the work per rank (block
+    parameters times tokens) is the same within the relative tolerance CONSTANT and all other
+    settings are equal. Otherwise it is "other", for example if the work is unknown or only one of
+    the two runs is simulated. The runs are results of `run_row`.
     """
-    return [{**run, **_scaling(run, runs[0])} for run in runs]
-
-
-def _scaling(run, first):
-    kind = _kind_of_scaling(run, first)
-    speedup = {
-        "strong": ratio(first["step_s"], run["step_s"]),
-        "weak": ratio(run["flop_per_s"], first["flop_per_s"]),
-        "other": None,
-    }[kind]
-    spread = None if run is first else speedup
-    return {
-        "scaling": kind,
-        "speedup": speedup,
-        **interval("speedup", spread, run["step_error"], first["step_error"]),
-        "efficiency": ratio(speedup, run["ranks"] / first["ranks"]),
-    }
-
-
-def _kind_of_scaling(run, first):
     if run["setting"] is None or run["setting"] != first["setting"]:
         return "other"
     if all(run[key] == first[key] for key in _LOAD):

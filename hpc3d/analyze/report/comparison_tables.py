@@ -76,7 +76,7 @@ _SCALING = TableSpec(
     (
         RUN,
         *columns(integer, ranks="ranks", batch="batch", hidden="hidden", heads="heads"),
-        *times("forward", "backward"),
+        *times("forward", "backward", "step"),
         ColumnSpec("average_step_s", "average step time per sequence [ms]", milliseconds),
         *columns(prefixed, tokens_per_s="tokens/s", tokens_per_s_rank="tokens/s per rank"),
         ColumnSpec("scaling", "scaling"),

@@ -41,7 +41,10 @@ def of_runs(report: Report) -> Iterator[Picture]:
         captions = [_RESUMED] * bool(chart.marks) + [_SEEDS] * bool(chart.bands)
         yield Picture("loss", "Loss by training step", " ".join(captions), chart)
     if tables["scaling"]:
-        caption = "Step time breakdown, averaged over steps, ranks, and the runs of a group."
+        caption = (
+            "Step time breakdown, averaged over steps, ranks, and the runs of a group. These means"
+            " differ from the median step times in the tables and in the verdict."
+        )
         yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
     if tables["scaling"] and (speedup := charts.speedup(tables["scaling"])):
         caption = (

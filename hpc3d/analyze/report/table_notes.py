@@ -53,11 +53,13 @@ the number of sequences per step. It is called average step time in arXiv:2105.1
 the messages between pipeline stages, the gradient reduction over replicas and the optimizer.
 `tokens/s` and `tokens/s per rank` refer to complete steps.
 
-Runs that differ only in the seed have one row, with their geometric mean times and rates.
+`step [ms]` is the median step time of the slowest rank. Runs that differ only in the seed have one
+row. Its times are arithmetic means over the seeds of the medians of the runs, and its tokens/s the
+tokens per step divided by `step [ms]`.
 `scaling` is strong if a run does the same work as the first run, and weak if each rank does as
 much work as a rank of the first run (parameters of the blocks times tokens, within 10 %). It is
 other in all other cases, such as different models, data types or optimizers. In strong scaling,
-`speedup` is the step time of the first run divided by that of this run. In weak scaling, it is the
+`speedup` is `step [ms]` of the first run divided by that of this run. In weak scaling, it is the
 ratio of the FLOP/s. It is undefined for other runs. Its 95 % confidence interval is `from` to `to`
 (ratio of the medians of at least 3 steps, which are assumed to be independent; fewer than 6 steps
 are also assumed to be log-normal). `efficiency` is the speedup divided by the ratio of the rank

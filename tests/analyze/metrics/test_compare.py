@@ -11,12 +11,13 @@ from hpc3d.analyze.metrics.compare import (
     difference_rows,
     gain_rows,
     interval,
+    kind_of_scaling,
     received_rows,
     relative_error,
     run_row,
-    scaling_rows,
 )
 from hpc3d.analyze.metrics.steady import Steady
+from hpc3d.analyze.run_comparison import SeedGroup, scaling_table, speed_rows
 from hpc3d.config.load import to_toml
 from tests.analyze.delayed_runs import trained
 from tests.analyze.synthetic import by_hand, call, row
@@ -214,6 +215,14 @@ def test_run_row_of_a_hand_written_run(tmp_path):
         "tokens_per_s_rank": pytest.approx(480),
         "flop_per_s": pytest.approx(2e10),
     }
+
+
+def scaling_rows(runs):
+    """Return the rows of the scaling table of runs with different seeds."""
+    groups = [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
+    seconds = [np.array([each["step_s"]]) for each in runs]
+    rows = scaling_table(runs, groups, speed_rows(runs, seconds, groups, [None] * len(runs)))
+    return [row | {"scaling": kind_of_scaling(row, rows[0])} for row in rows]
 
 
 def test_strong_scaling_is_the_ratio_of_step_times(tmp_path):
