@@ -209,24 +209,21 @@ def _pooled(samples: _Samples) -> np.ndarray:
 def scaling_table(
     runs: Sequence[dict[str, Any]], groups: Sequence[SeedGroup], speeds: Sequence[_Row]
 ) -> list[dict[str, Any]]:
-    """Return one row per group, with its speedup over the first group and its efficiency.
+    """Return one row per group, with its speedup and efficiency over its reference group.
 
-    Groups that are compared with another group have no speedup. If all groups have as many ranks,
-    the table has no scaling.
+    If any group is compared with another group than the first one, the column `reference` contains
+    the label of the reference group. If all groups have as many ranks, the table has no scaling.
     """
-    rows = []
+    rows, several = [], any(group.reference for group in groups)
     for group, speed in zip(groups, speeds):
-        first = runs[group.runs[0]]
+        first, reference = runs[group.runs[0]], groups[group.reference]
         row = first | {key: _mean(_means(runs, group, key)) for key in _TIMES}
         row |= {key: ratio(_work(first, key), row["step_s"]) for key in _RATES}
-        row |= {"scaling": "other"} | dict.fromkeys(_SPEEDUP)
-        if not group.reference:
-            row |= {key: speed[key] for key in ("scaling", *_SPEEDUP)}
-        if group is groups[0]:
-            row |= dict.fromkeys(_SPEEDUP[1:])
-        row["run"] = group.label
-        row["efficiency"] = ratio(row["speedup"], row["ranks"] / runs[0]["ranks"])
-        rows.append(row)
+        row |= {key: speed[key] for key in ("run", "scaling", *_SPEEDUP)}
+        row |= dict.fromkeys(_SPEEDUP[1:]) if group is reference else {}
+        row["reference"] = reference.label if several else None
+        ranks = row["ranks"] / runs[reference.runs[0]]["ranks"]
+        rows.append(row | {"efficiency": ratio(row["speedup"], ranks)})
     if len({row["ranks"] for row in rows}) > 1:
         return rows
     return [row | {"scaling": None, "efficiency": None} for row in rows]

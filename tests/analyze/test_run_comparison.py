@@ -179,7 +179,22 @@ def test_groups_are_compared_with_the_same_layout_and_model_size():
     ]
     (other,) = lines[2:]
     assert other.startswith("the step times of a32 and a8 are not compared")
-    assert [row["speedup"] for row in scaling(runs, groups)] == [1, 1, None, None, None]
+    rows = scaling(runs, groups)
+    assert [row["speedup"] for row in rows] == [1, 1, 1, 1, None]
+    assert [row["reference"] for row in rows] == ["a8", "a8", "a16", "a16", "a8"]
+    assert [row["speedup_low"] is None for row in rows] == [True, False, False, True, True]
+    assert {row["reference"] for row in scaling(runs[:2])} == {None}
+
+
+def test_efficiency_is_relative_to_the_ranks_of_the_reference():
+    sizes = [("a", 8, 2), ("a", 16, 4), ("b", 16, 8)]
+    runs = [
+        run(f"{name}{n}", ranks, layout=name, hidden=n, block_weights=n**3, p=1, d=1)
+        for name, n, ranks in sizes
+    ]
+    groups = [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
+    rows = scaling(runs, with_references(groups, runs), [STEADY, STEADY, STEADY / 1.5])
+    assert [row["efficiency"] for row in rows] == pytest.approx([1, 1, 0.75])
 
 
 def trace_of(text):

@@ -231,8 +231,10 @@ def speedup(rows: Sequence[dict[str, Any]]) -> Lines | None:
     """Plot the speedup over the first run against the number of ranks.
 
     The plot has one line per layout and kind of scaling, and a line for the ideal speedup. The
-    result is `None` if no line has points at two or more numbers of ranks.
+    result is `None` if no line has points at two or more numbers of ranks. Rows with another
+    reference than the first run are omitted.
     """
+    rows = [row for row in rows if row["reference"] in (None, rows[0]["run"])]
     series = {name: line for name, line in _series(rows).items() if len({*line[0]}) > 1}
     ranks = sorted({count for numbers, _ in series.values() for count in numbers})
     ideal = {"ideal": (ranks, [count / rows[0]["ranks"] for count in ranks])}

@@ -81,6 +81,7 @@ _SCALING = TableSpec(
         *columns(prefixed, tokens_per_s="tokens/s", tokens_per_s_rank="tokens/s per rank"),
         ColumnSpec("scaling", "scaling"),
         *_ratios(speedup="speedup"),
+        ColumnSpec("reference", "reference"),
         ColumnSpec("efficiency", "efficiency", percent),
     ),
 )

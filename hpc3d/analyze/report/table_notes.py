@@ -56,14 +56,16 @@ the messages between pipeline stages, the gradient reduction over replicas and t
 `step [ms]` is the median step time of the slowest rank. Runs that differ only in the seed have one
 row. Its times are arithmetic means over the seeds of the medians of the runs, and its tokens/s the
 tokens per step divided by `step [ms]`.
-`scaling` is strong if a run does the same work as the first run, and weak if each rank does as
-much work as a rank of the first run (parameters of the blocks times tokens, within 10 %). It is
-other in all other cases, such as different models, data types or optimizers. In strong scaling,
-`speedup` is `step [ms]` of the first run divided by that of this run. In weak scaling, it is the
-ratio of the FLOP/s. It is undefined for other runs. Its 95 % confidence interval is `from` to `to`
-(ratio of the medians of at least 3 steps, which are assumed to be independent; fewer than 6 steps
-are also assumed to be log-normal). `efficiency` is the speedup divided by the ratio of the rank
-counts. If all runs have the same number of ranks, the scaling and the efficiency are omitted.""",
+`scaling` is strong if a run does the same work as its reference, and weak if each rank does as
+much work as a rank of the reference (parameters of the blocks times tokens, within 10 %). It is
+other in all other cases, such as different models, data types or optimizers. The reference is the
+first run, or the run in the column `reference`, such as a run of the same model size. In strong
+scaling, `speedup` is `step [ms]` of the reference divided by that of this run. In weak scaling, it
+is the ratio of the FLOP/s. It is undefined for other runs. Its 95 % confidence interval is `from`
+to `to` (ratio of the medians of at least 3 steps, which are assumed to be independent; fewer than
+6 steps are also assumed to be log-normal; Welch's interval of the medians of the runs if both
+groups have several). `efficiency` is the speedup divided by the ratio of the rank counts. If all
+runs have the same number of ranks, the scaling and the efficiency are omitted.""",
     "gains": """\
 `tensor parallelism` is the number of dimensions in which the matrix products are sharded. `over
 1-D` is the `average step time per sequence [ms]` of the best 1-D run divided by that of this run.

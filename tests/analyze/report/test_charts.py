@@ -54,6 +54,12 @@ def test_speedup_series_start_at_a_single_rank_baseline():
     }
 
 
+def test_speedup_over_another_run_than_the_first_one_is_not_drawn():
+    rows = [scaled("3d", ranks, ranks / 8, reference="3d, 8") for ranks in (8, 16)]
+    others = [scaled("3d", ranks, 1.0, reference="3d, 4") for ranks in (4, 32)]
+    assert charts.speedup([*rows, *others]).lines == charts.speedup(rows).lines
+
+
 def test_unrelated_runs_have_no_speedup_chart():
     assert charts.speedup([scaled("3d", 8, 1.0), scaled("1d", 4, 0.5)]) is None
 
@@ -108,8 +114,9 @@ def test_expert_load_map_averages_steps_and_samples_layers():
     assert len(chart.maps) == 12 and {0, 39} <= {*chart.maps}
 
 
-def scaled(layout, ranks, speedup, scaling="strong"):
-    return {"layout": layout, "ranks": ranks, "speedup": speedup, "scaling": scaling}
+def scaled(layout, ranks, speedup, scaling="strong", reference=None):
+    row = {"layout": layout, "ranks": ranks, "speedup": speedup, "scaling": scaling}
+    return row | {"run": f"{layout}, {ranks}", "reference": reference}
 
 
 @pytest.mark.parametrize(
