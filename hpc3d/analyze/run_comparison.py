@@ -10,12 +10,19 @@ thus harmonic for rates (Hoefler and Belli, SC 2015, rule 3).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.compare import half_width, interval, kind_of_scaling, relative_error
+from hpc3d.analyze.metrics.compare import (
+    LOAD,
+    half_width,
+    interval,
+    kind_of_scaling,
+    relative_error,
+)
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import ratio
 from hpc3d.config.load import flat
@@ -28,6 +35,7 @@ _MESH = ("layout", "ranks", "p", "d")  # columns that identify the layout of a r
 _TIMES = ("forward_s", "backward_s", "average_step_s", "step_s")
 _RATES = ("tokens_per_s", "tokens_per_s_rank", "flop_per_s")
 _SPEEDUP = ("speedup", "speedup_low", "speedup_high")
+_PEERS = ("ranks", "p", "d", *LOAD)
 _ROUNDING = 1e-5  # losses agree if they differ by at most this fraction
 _TWICE = 2.0  # from this ratio on, the verdict states a ratio instead of a percentage
 
@@ -54,11 +62,11 @@ class SeedGroup(NamedTuple):
         """Return all runs of the group."""
         return [index for runs in self.seeds.values() for index in runs]
 
-    @property
-    def samples(self) -> list[list[int]]:
-        """Return the runs of each sample of the step time."""
+    def samples(self, seconds: Sequence[np.ndarray]) -> _Samples:
+        """Return the times of each run of each sample, where `seconds` has one array per run."""
         several = len(self.seeds) > 1
-        return [*self.seeds.values()] if several else [[index] for index in self.runs]
+        runs = self.seeds.values() if several else [[index] for index in self.runs]
+        return [[seconds[index] for index in each] for each in runs]
 
 
 def seed_groups(
@@ -160,7 +168,7 @@ def speed_rows(
         Share of the CPU time that other processes used during each run, if known. `noise` is the
         largest share of the runs of a group and of its reference.
     """
-    times = [[[seconds[index] for index in each] for each in group.samples] for group in groups]
+    times = [group.samples(seconds) for group in groups]
     rows = []
     for group, steps in zip(groups, times):
         reference = groups[group.reference].runs
@@ -172,7 +180,7 @@ def speed_rows(
             work = ratio(*(_work(each, "flop_per_s") for each in (run, first)))
         row = {"run": group.label, "ranks": run["ranks"], "scaling": kind}
         row["noise"] = max(busy[index] or 0.0 for index in (*group.runs, *reference))
-        rows.append(row | _speedup(times[group.reference], steps, work))
+        rows.append(row | _ratio("speedup", times[group.reference], steps, work))
     return rows
 
 
@@ -181,7 +189,9 @@ def _work(run: _Row, rate: str) -> float | None:
     return None if run[rate] is None else run[rate] * run["step_s"]
 
 
-def _speedup(first: _Samples, others: _Samples, work: float | None) -> dict[str, float | None]:
+def _ratio(
+    key: str, first: _Samples, others: _Samples, work: float | None = 1.0
+) -> dict[str, float | None]:
     """Return the ratio of the step times of two groups times `work`, and its confidence interval.
 
     If both groups have several samples, the interval is Welch's interval of the difference of the
@@ -196,10 +206,10 @@ def _speedup(first: _Samples, others: _Samples, work: float | None) -> dict[str,
     speedup = ratio(work and work * before, after)
     if speedup is None or min(map(len, means)) == 1:
         errors = (relative_error(_pooled(each)) for each in (first, others))
-        return {"speedup": speedup} | interval("speedup", speedup, *errors)
+        return {key: speedup} | interval(key, speedup, *errors)
     margin = half_width(means[0] / before, means[1] / after)
-    limits = {"speedup_low": speedup * exp(-margin), "speedup_high": speedup * exp(margin)}
-    return {"speedup": speedup, **limits}
+    limits = {f"{key}_low": speedup * exp(-margin), f"{key}_high": speedup * exp(margin)}
+    return {key: speedup, **limits}
 
 
 def _pooled(samples: _Samples) -> np.ndarray:
@@ -227,6 +237,49 @@ def scaling_table(
     if len({row["ranks"] for row in rows}) > 1:
         return rows
     return [row | {"scaling": None, "efficiency": None} for row in rows]
+
+
+def gain_rows(
+    rows: Sequence[_Row], groups: Sequence[SeedGroup], times: Mapping[str, Sequence[np.ndarray]]
+) -> list[dict[str, Any]]:
+    """Return the speedup of each group over 1-D and 2-D tensor parallelism.
+
+    over_1d is the average step time of the best 1-D group divided by the average step time of this
+    group; over_2d is the same ratio for the best 2-D group. arXiv:2105.14450 reports ratios of
+    2.32 and 1.57 for 3-D on 64 ranks. step_over_1d and step_over_2d are the ratios of complete
+    step times. Only groups with the same model, batch size and number of ranks, stages and
+    replicas are compared. Each ratio has a 95 % confidence interval. The result is empty if no two
+    comparable groups differ in their scheme.
+
+    Parameters
+    ----------
+    rows
+        Result of `scaling_table`, one row per group.
+    times
+        Step times (step_s) and times of the passes (average_step_s), one array per run.
+    """
+    found = [
+        {**row, **_gains(number, rows, groups, times)}
+        for number, row in enumerate(rows)
+        if row["family"]
+    ]
+    return found if any(row[key] for row in found for key in ("over_1d", "over_2d")) else []
+
+
+def _gains(number, rows, groups, times):
+    """Return the speedups of a group over the best comparable 1-D and 2-D groups."""
+    own, gains = rows[number], {}
+    peers = [
+        other for other, row in enumerate(rows) if all(row[key] == own[key] for key in _PEERS)
+    ]
+    for family, key in product(("1d", "2d"), ("average_step_s", "step_s")):
+        name = f"over_{family}" if key == "average_step_s" else f"step_over_{family}"
+        others = [other for other in peers if rows[other]["family"] == family != own["family"]]
+        known = [other for other in others if None not in (rows[other][key], own[key])]
+        best = min(known, key=lambda other: rows[other][key], default=number)
+        samples = (groups[each].samples(times[key]) for each in (best, number))
+        gains |= _ratio(name, *samples, work=1.0 if known else None)
+    return gains
 
 
 def _mean(values: Mapping[int | None, float]) -> float | None:

@@ -11,6 +11,7 @@ from hpc3d.analyze.metrics.compare import half_width, interval, relative_error
 from hpc3d.analyze.run_comparison import (
     SeedGroup,
     comparison_verdict,
+    gain_rows,
     repeated_seeds,
     scaling_table,
     seed_groups,
@@ -31,7 +32,7 @@ def run(name, ranks=4, **values):
     found = SIZES | {"run": name, "ranks": ranks, "setting": "same", "recompute": "none"}
     found |= dict.fromkeys(("forward_s", "backward_s", "average_step_s"))
     found |= dict.fromkeys(("step_s", "tokens_per_s", "tokens_per_s_rank", "flop_per_s"), 1.0)
-    return found | {"step_error": None} | values
+    return found | values
 
 
 def losses(name, difference, loss=3.0):
@@ -123,7 +124,6 @@ def test_difference_that_other_processes_can_cause_is_called_so(busy, factor, to
 )
 def test_verdict_depends_on_ranks_and_work(other, said):
     runs = [run("a"), run("b", **other)]
-    runs = [each | {"step_error": 0.01} for each in runs]
     (line,) = verdict(runs, [STEADY, STEADY / 2], [0, None])
     assert line.startswith(said)
 
@@ -153,6 +153,26 @@ def test_seeds_of_a_layout_are_one_row_of_the_scaling_table():
     assert (rows[1]["speedup"], rows[0]["tokens_per_s"]) == (2.5, 4 / 2.5)
     errors = relative_error([*STEADY, *(4 * STEADY)]), relative_error(STEADY)
     assert rows[1]["speedup_low"] == interval("speedup", 2.5, *errors)["speedup_low"]
+
+
+def test_gains_of_groups_are_the_ratios_of_the_verdict():
+    """The 1-D run of the first seed is slower than the 3-D runs, but not the group."""
+    names = "1d, 1", "1d, 2", "3d, 1", "3d, 2"
+    times = [STEADY * each for each in (2.0, 1.0, 1.4, 1.8)]
+    runs = [
+        run(name, family=name[:2], p=1, d=1, average_step_s=each[0] / 8, step_s=each[0])
+        for name, each in zip(names, times, strict=True)
+    ]
+    groups = grouped(("1d", "3d"), {1: [0], 2: [1]}, {1: [2], 2: [3]})
+    speeds = speed_rows(runs, times, groups, [None] * 4)
+    rows = scaling_table(runs, groups, speeds)
+    passes = [each / 2 for each in times]
+    one, other = gain_rows(rows, groups, {"step_s": times, "average_step_s": passes})
+    assert (one["run"], other["run"], one["step_over_1d"]) == ("1d", "3d", None)
+    for end in ("", "_low", "_high"):
+        found = other[f"step_over_1d{end}"], other[f"over_1d{end}"]
+        assert found == pytest.approx([speeds[1][f"speedup{end}"]] * 2)
+    assert other["step_over_1d"] == 1.5 / 1.6
 
 
 def test_weak_scaling_of_groups_compares_all_of_their_runs():

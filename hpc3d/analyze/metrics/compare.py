@@ -1,4 +1,4 @@
-"""Comparison of runs: time differences, bytes received, scaling and speedup over other schemes."""
+"""Comparison of runs: time differences, bytes received, and the kind of scaling."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ T95 = (
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 _MODEL = ("layers", "hidden", "heads", "sequence")
-_LOAD = ("batch", *_MODEL, "setting")
-_PEERS = ("ranks", "p", "d", *_LOAD)
+LOAD = ("batch", *_MODEL, "setting")  # columns that identify the work of a step
 _ALL = "all"  # placeholder in the columns `axis` and `op` of the totals row
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
 _FEWEST = 3  # minimum number of steps for an interval
@@ -140,30 +139,27 @@ def _received(time):
     return found
 
 
-# Scaling and speedup of several runs
+# Scaling of several runs
 
 
 def run_row(trace: Steady) -> dict[str, Any]:
     """Return the properties of a run that are required by `kind_of_scaling` and `gain_rows`.
 
     step_s is the median step time of the slowest rank. forward_s and backward_s are averaged over
-    ranks in each step; the result is the median over steps. average_step_s = (forward_s +
-    backward_s) / batch is the "average step time" of arXiv:2105.14450. Unlike step_s, it excludes
-    messages between pipeline stages, the gradient reduction over replicas and the optimizer.
-    average_step_error and step_error are the relative standard errors returned by
-    `relative_error`. Unknown values are `None`.
+    ranks in each step; the result is the median over steps. average_step_s, the median of
+    `pass_seconds` divided by the batch size, is the "average step time" of arXiv:2105.14450.
+    Unlike step_s, it excludes messages between pipeline stages, the gradient reduction over
+    replicas and the optimizer. Unknown values are `None`.
     """
     config, ranks, layout = configuration(trace), trace.attrs["world_size"], layout_of(trace)
-    _, step = np.unique(trace.steps["step"], return_inverse=True)
-    passes = [means_of(step, trace.steps[name]) for name in ("forward_s", "backward_s")]
-    forward, backward = (finite(np.median(each)) for each in passes)
-    slowest = slowest_seconds(trace)
-    seconds = float(np.median(slowest))
+    forward, backward, passes = (
+        finite(np.median(each)) for each in (*_pass_seconds(trace), pass_seconds(trace))
+    )
+    seconds = float(np.median(slowest_seconds(trace)))
     tokens = float(np.median(trace.steps["tokens"]))
     sizes = _sizes(config) | {
         "setting": setting(load_of(trace), trace.attrs.get("kind", "measured"))
     }
-    known = None not in (forward, backward, sizes["batch"])
     return {
         "run": layout.label,
         "layout": layout.kind,
@@ -174,14 +170,22 @@ def run_row(trace: Steady) -> dict[str, Any]:
         **sizes,
         "forward_s": forward,
         "backward_s": backward,
-        "average_step_s": (forward + backward) / sizes["batch"] if known else None,
-        "average_step_error": relative_error(sum(passes)),
+        "average_step_s": ratio(passes, sizes["batch"]),
         "step_s": seconds,
-        "step_error": relative_error(slowest),
         "tokens_per_s": ratio(tokens, seconds),
         "tokens_per_s_rank": ratio(tokens, seconds * ranks),
         "flop_per_s": ratio(recorded_flops(trace), seconds),
     }
+
+
+def pass_seconds(trace: Steady) -> np.ndarray:
+    """Return the mean time of a rank in the forward and backward passes of each step, in s."""
+    return sum(_pass_seconds(trace))
+
+
+def _pass_seconds(trace):
+    _, step = np.unique(trace.steps["step"], return_inverse=True)
+    return [means_of(step, trace.steps[name]) for name in ("forward_s", "backward_s")]
 
 
 def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
@@ -235,7 +239,7 @@ def kind_of_scaling(run: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     """
     if run["setting"] is None or run["setting"] != first["setting"]:
         return "other"
-    if all(run[key] == first[key] for key in _LOAD):
+    if all(run[key] == first[key] for key in LOAD):
         return "strong"
     same = run["recompute"] == first["recompute"]
     return "weak" if same and abs(_work(run) / _work(first) - 1) <= CONSTANT else "other"
@@ -245,32 +249,3 @@ def _work(run):
     """Return the work per rank and step: active block parameters times tokens per rank."""
     tokens = run["batch"] * run["sequence"]
     return run["block_weights"] * tokens / run["ranks"]
-
-
-def gain_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the speedup of each run over 1-D and 2-D tensor parallelism.
-
-    `runs` contains results of `run_row`. over_1d is the average step time of the best 1-D run
-    divided by the average step time of this run; over_2d is the same ratio for the best 2-D run.
-    arXiv:2105.14450 reports ratios of 2.32 and 1.57 for 3-D on 64 ranks. step_over_1d and
-    step_over_2d are the ratios of complete step times. Only runs with the same model, batch size
-    and number of ranks, stages and replicas are compared. Each ratio has a 95 % confidence
-    interval. The result is empty if no two comparable runs differ in their scheme.
-    """
-    rows = [run | _gains(run, runs) for run in runs if run["family"]]
-    return rows if any(row[key] for row in rows for key in ("over_1d", "over_2d")) else []
-
-
-def _gains(run, runs):
-    """Return the speedups of `run` over the best comparable 1-D run and the best 2-D run."""
-    peers = [each for each in runs if all(each[key] == run[key] for key in _PEERS)]
-    gains = {}
-    for family in ("1d", "2d"):
-        others = [each for each in peers if each["family"] == family != run["family"]]
-        for name, key in ((f"over_{family}", "average_step_s"), (f"step_over_{family}", "step_s")):
-            known = [each for each in others if each[key] is not None]
-            best = min(known, key=lambda each: each[key], default={key: None})
-            gains[name] = ratio(best[key], run[key])
-            error = key.removesuffix("_s") + "_error"
-            gains |= interval(name, gains[name], run[error], best.get(error))
-    return gains

@@ -14,7 +14,7 @@ from hpc3d.analyze.metrics.collectives import bandwidth_rows, communication_matr
 from hpc3d.analyze.metrics.columns import hosts, require_steps
 from hpc3d.analyze.metrics.compare import (
     difference_rows,
-    gain_rows,
+    pass_seconds,
     received_rows,
     run_row,
 )
@@ -43,6 +43,7 @@ from hpc3d.analyze.report.step_timeline import Timeline, other_steps, timeline
 from hpc3d.analyze.run_comparison import (
     SeedGroup,
     comparison_verdict,
+    gain_rows,
     repeated_seeds,
     scaling_table,
     seed_groups,
@@ -152,8 +153,10 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
         tables["seeds"] = seed_rows(tables["runs"], groups)
     if len(runs) > 1 and timed:
         seconds = [*map(slowest_seconds, steady)]
+        times = {"step_s": seconds, "average_step_s": [*map(pass_seconds, steady)]}
         speeds = speed_rows(rows, seconds, groups, [*map(other_cpu_share, traces)])
-        tables["scaling"], tables["gains"] = scaling_table(rows, groups, speeds), gain_rows(rows)
+        tables["scaling"] = scaling_table(rows, groups, speeds)
+        tables["gains"] = gain_rows(tables["scaling"], groups, times)
         tables["differences"] = [
             {"run": label} | row
             for trace, label in zip(steady[1:], labels[1:])

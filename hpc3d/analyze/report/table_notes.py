@@ -48,9 +48,10 @@ step that a rank spends in communication calls along the axis. In the CSV file, 
 numbered by run, starting from 1, as in bytes_2.""",
     "scaling": """\
 `forward [ms]` and `backward [ms]` are the mean time of a rank in its forward and backward passes,
-over all microbatches. The `average step time per sequence [ms]` is their sum divided by `batch`,
-the number of sequences per step. It is called average step time in arXiv:2105.14450. It excludes
-the messages between pipeline stages, the gradient reduction over replicas and the optimizer.
+over all microbatches. The `average step time per sequence [ms]` is the median of their sum divided
+by `batch`, the number of sequences per step. It is called average step time in arXiv:2105.14450.
+It excludes the messages between pipeline stages, the gradient reduction over replicas and the
+optimizer.
 `tokens/s` and `tokens/s per rank` refer to complete steps.
 
 `step [ms]` is the median step time of the slowest rank. Runs that differ only in the seed have one
@@ -70,10 +71,11 @@ runs have the same number of ranks, the scaling and the efficiency are omitted."
 `tensor parallelism` is the number of dimensions in which the matrix products are sharded. `over
 1-D` is the `average step time per sequence [ms]` of the best 1-D run divided by that of this run.
 Both runs have the same model, batch, data type, optimizer, and number of ranks, stages and
-replicas. `over 2-D` is the same ratio for the best 2-D run. arXiv:2105.14450 reports 2.32 and 1.57
-for 3-D on 64 ranks. `step over 1-D` and `step over 2-D` are the same ratios of `step [ms]`, the
-complete step of the slowest rank, including the optimizer. `from` and `to` after a ratio are its
-95 % confidence interval, as for the speedup.""",
+replicas. Runs that differ only in the seed have one row, as in the table Speed and scaling. `over
+2-D` is the same ratio for the best 2-D run. arXiv:2105.14450 reports 2.32 and 1.57 for 3-D on 64
+ranks. `step over 1-D` and `step over 2-D` are the same ratios of `step [ms]`, the complete step of
+the slowest rank, including the optimizer. `from` and `to` after a ratio are its 95 % confidence
+interval, as for the speedup.""",
     "differences": """\
 Time of a step in the first run and in this run, by category, phase, axis and operation. The 95 %
 confidence interval of the `difference [ms]` ranges from `from [ms]` to `to [ms]` (Welch's
