@@ -18,6 +18,7 @@ import numpy as np
 
 from hpc3d.analyze.metrics.compare import (
     LOAD,
+    MODEL,
     half_width,
     interval,
     kind_of_scaling,
@@ -130,6 +131,24 @@ def with_references(groups: Sequence[SeedGroup], runs: Sequence[_Row]) -> list[S
         keys = [[firsts[index].get(key) != firsts[0].get(key) for key in _MESH] for index in same]
         found.append(same[keys.index(min(keys, key=any))] if others else 0)
     return [group._replace(reference=each) for group, each in zip(groups, found)]
+
+
+def loss_references(groups: Sequence[SeedGroup], runs: Sequence[_Row]) -> dict[int, int | None]:
+    """Return the run with which the losses of each run are compared, or None, by run index.
+
+    It is the run of the reference group that has the same seed, if both have the same model size.
+    An unknown seed or size does not differ from any other.
+    """
+    found: dict[int, int | None] = {}
+    for group in groups:
+        others = groups[group.reference]
+        pairs = [(runs[group.runs[0]][key], runs[others.runs[0]][key]) for key in MODEL]
+        sizes = all(None in pair or len({*pair}) == 1 for pair in pairs)
+        for seed, members in group.seeds.items():
+            unknown = None in (seed, *others.seeds)
+            equal = others.runs if unknown else others.seeds.get(seed, [None])
+            found |= dict.fromkeys(members, equal[0] if sizes else None)
+    return found
 
 
 def repeated_seeds(groups: Sequence[SeedGroup], labels: Sequence[str]) -> Iterator[str]:
@@ -337,10 +356,12 @@ def comparison_verdict(
         parts, reference = list[str](), groups[group.reference]
         if speeds:
             parts = [_clause(speeds[number], speeds[group.reference]), *_noise(speeds[number])]
-        if len(group.seeds) == len(reference.seeds) == 1:
-            parts += _losses(runs[group.runs[0]])
-        else:
+        first = runs[group.runs[0]]
+        several = max(len(group.seeds), len(reference.seeds)) > 1
+        if several or first["loss_difference"] is None:
             parts += _mean_losses(*(_means(runs, each, "loss") for each in (reference, group)))
+        else:
+            parts += _losses(first)
         if parts:
             label = "" if speeds else f"{group.label}: "
             yield label + "; ".join(parts)
@@ -429,7 +450,9 @@ def _mean_losses(
         return
     samples = [np.array([*each.values()]) for each in (first, others)]
     one, other = (float(sample.mean()) for sample in samples)
-    means = f"mean loss {other:.4f} instead of {one:.4f} nat"
+    means = f"loss {other:.4f} instead of {one:.4f} nat"
+    if max(len(first), len(others)) > 1:
+        means = f"mean {means}"
     if min(len(first), len(others)) == 1:
         yield f"{means} (too few seeds for an interval)"
         return

@@ -12,6 +12,7 @@ from hpc3d.analyze.run_comparison import (
     SeedGroup,
     comparison_verdict,
     gain_rows,
+    loss_references,
     repeated_seeds,
     scaling_table,
     seed_groups,
@@ -300,6 +301,25 @@ def test_verdict_compares_the_mean_losses_of_groups_of_seeds(values, groups, sai
     assert [*comparison_verdict([], rows, grouped("ab"[: len(groups)], *groups))] == (
         [said] if said else []
     )
+
+
+def test_losses_are_compared_with_the_run_of_the_same_seed_and_size():
+    runs = [run(name) for name in ("a1", "a2", "a2 again", "b2", "b3")] + [run("c1", hidden=16)]
+    seeds = {1: [0], 2: [1, 2]}, {2: [3], 3: [4]}, {1: [5]}
+    assert loss_references(grouped("abc", *seeds), runs) == {
+        **{0: 0, 1: 1, 2: 1},
+        **{3: 1, 4: None},
+        5: None,
+    }
+    runs[5] |= {"hidden": None}  # the configuration is unknown
+    assert loss_references(grouped("abc", *seeds[:2], {None: [5]}), runs)[5] == 0
+
+
+def test_verdict_lists_the_losses_of_runs_with_different_seeds():
+    rows = [losses("a", 0, 3.0), losses("b", None, 3.5)]
+    assert [*comparison_verdict([], rows, grouped("ab", {1: [0]}, {2: [1]}))] == [
+        "b: loss 3.5000 instead of 3.0000 nat (too few seeds for an interval)"
+    ]
 
 
 def test_losses_of_a_group_of_seeds_are_averaged():

@@ -25,8 +25,8 @@ T95 = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-_MODEL = ("layers", "hidden", "heads", "sequence")
-LOAD = ("batch", *_MODEL, "setting")  # columns that identify the work of a step
+MODEL = ("layers", "hidden", "heads", "sequence")
+LOAD = ("batch", *MODEL, "setting")  # columns that identify the work of a step
 _ALL = "all"  # placeholder in the columns `axis` and `op` of the totals row
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
 _FEWEST = 3  # minimum number of steps for an interval
@@ -218,7 +218,7 @@ def interval(key: str, value: float | None, *errors: float | None) -> dict[str, 
 
 
 def _sizes(config):
-    keys = ("batch", *_MODEL, "recompute")
+    keys = ("batch", *MODEL, "recompute")
     if config is None:
         return dict.fromkeys((*keys, "block_weights"))
     if config.torch.factory:

@@ -191,16 +191,15 @@ def _evaluation_rows(columns: dict[str, np.ndarray]) -> list[dict[str, Any]]:
 
 
 def comparison_rows(
-    runs: Sequence[Any], references: Mapping[int, int] | None = None
+    runs: Sequence[Any], references: Mapping[int, int | None]
 ) -> list[dict[str, Any]]:
     """Return one row per run with its step times, loss, memory peaks and validation losses.
 
     `loss` is the training loss at the last step that all runs have in common. `loss_difference` is
     the maximum absolute difference from the loss of another run over all common steps: the run
-    `references[index]` for the run `index`, by default the first run. The validation losses are
-    the last loss and the lowest loss.
+    `references[index]` for the run `index`, or no run. The validation losses are the last loss and
+    the lowest loss.
     """
-    references = references or {}
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
     step = max(set.intersection(*map(set, losses)), default=None)
     if all(loss is None for own in losses for loss in own.values()):
@@ -209,7 +208,7 @@ def comparison_rows(
         {"run": run.label}
         | run.tables["step"][0]
         | {"loss_step": step, "loss": own.get(step)}
-        | {"loss_difference": _largest_difference(own, losses[references.get(index, 0)])}
+        | {"loss_difference": _largest_difference(own, losses, references[index])}
         | _peaks(run.tables["memory_ranks"])
         | _evaluated(run.tables["evaluation"])
         for index, (run, own) in enumerate(zip(runs, losses))
@@ -231,13 +230,14 @@ def _evaluated(rows):
     return {"validation_loss": last, "validation_best": min(known, default=None)}
 
 
-def _largest_difference(losses, others):
-    """Return the maximum absolute difference between two loss curves.
+def _largest_difference(own, losses, reference):
+    """Return the maximum absolute difference between the loss curves of a run and its reference.
 
-    `losses` and `others` are dicts from step to loss. Only common steps are compared. The result
-    is `None` if no common step has two known losses.
+    `own` and losses[reference] are dicts from step to loss. Only common steps are compared. The
+    result is `None` if no common step has two known losses, or if there is no reference.
     """
-    pairs = [(loss, others.get(step)) for step, loss in losses.items()]
+    others = {} if reference is None else losses[reference]
+    pairs = [(loss, others.get(step)) for step, loss in own.items()]
     return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)
 
 

@@ -44,6 +44,7 @@ from hpc3d.analyze.run_comparison import (
     SeedGroup,
     comparison_verdict,
     gain_rows,
+    loss_references,
     repeated_seeds,
     scaling_table,
     seed_groups,
@@ -145,8 +146,7 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     labels, steady = [run.label for run in runs], [*map(Steady, traces)]
     rows = [run_row(trace) | {"run": label} for trace, label in zip(steady, labels)]
     groups, speeds = with_references(seed_groups(traces, labels, layouts), rows), []
-    references = {each: groups[group.reference].runs[0] for group in groups for each in group.runs}
-    tables = {"runs": comparison_rows(runs, references)}
+    tables = {"runs": comparison_rows(runs, loss_references(groups, rows))}
     tables |= {name: [] for name in ("received", "scaling", "gains", "differences", "seeds")}
     if len(runs) > 1:
         tables["received"] = received_rows([run.tables["time"] for run in runs], timed)

@@ -34,8 +34,9 @@ the number of bytes that a rank would receive per step if every collective used 
 algorithm. It is computed from the sizes of the arrays.
 
 `loss [nat]` is the loss after the last step that all runs have in common, `loss after step`. The
-`max loss difference [nat]` from the reference (the first run, or a run of the same model size),
-over all common steps, shows whether two layouts train the same model.""",
+`max loss difference [nat]` over all common steps shows whether two layouts train the same model.
+It is the difference from the run of the reference group (the first group, or a group that does the
+same work) that has the same seed. It is undefined if no run has the same seed and model size.""",
     "seeds": """\
 Runs with the same configuration except for the seed. `mean loss [nat]` is the mean over the
 `seeds` of the loss after the last step that all runs have in common, and `mean validation loss

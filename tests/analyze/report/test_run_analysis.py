@@ -231,7 +231,7 @@ def test_comparison_shows_the_last_and_best_evaluation():
         tables = {"loss": [], "step": [{}], "evaluation": rows, "memory_ranks": []}
         return SimpleNamespace(label="", tables=tables)
 
-    found = comparison_rows([run(3.0, 2.0, 2.5), run(), run(None)])
+    found = comparison_rows([run(3.0, 2.0, 2.5), run(), run(None)], dict.fromkeys(range(3), 0))
     keys = "validation_loss", "validation_best"
     assert [tuple(row[key] for key in keys) for row in found] == [
         (2.5, 2.0), (None, None), (None, None),
@@ -239,9 +239,9 @@ def test_comparison_shows_the_last_and_best_evaluation():
 
 
 def test_losses_are_compared_with_the_reference_of_each_run():
-    losses = [3.0, 3.5, 2.0, 2.25]
+    losses = [3.0, 3.5, 2.0, 2.25, 4.0]
     tables = [{"loss": [{"step": 0, "loss": loss}], "step": [{}]} for loss in losses]
     rest = {"evaluation": [], "memory_ranks": []}
     runs = [SimpleNamespace(label="", tables=each | rest) for each in tables]
-    found = comparison_rows(runs, {2: 2, 3: 2})
-    assert [row["loss_difference"] for row in found] == [0, 0.5, 0, 0.25]
+    found = comparison_rows(runs, {0: 0, 1: 0, 2: 2, 3: 2, 4: None})
+    assert [row["loss_difference"] for row in found] == [0, 0.5, 0, 0.25, None]
