@@ -24,6 +24,7 @@ from hpc3d.analyze.metrics.compare import (
     kind_of_scaling,
     relative_error,
 )
+from hpc3d.analyze.metrics.loads import difference_of
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import ratio
 from hpc3d.config.load import flat
@@ -169,13 +170,14 @@ def speed_rows(
     seconds: Sequence[np.ndarray],
     groups: Sequence[SeedGroup],
     busy: Sequence[float | None],
+    loads: Sequence[Mapping[str, Any] | None],
 ) -> list[dict[str, Any]]:
     """Compare the step time of each group with its reference group.
 
     Each row has the label `run`, the number of `ranks`, the kind of `scaling`, and the `speedup`
     over the reference with its 95 % confidence interval. The speedup is the ratio of step times
     for equal work, the ratio of FLOP/s for equal work per rank on another number of ranks, and
-    None otherwise.
+    None otherwise. `difference` describes the difference in work.
 
     Parameters
     ----------
@@ -186,6 +188,8 @@ def speed_rows(
     busy
         Share of the CPU time that other processes used during each run, if known. `noise` is the
         largest share of the runs of a group and of its reference.
+    loads
+        Workload of each run (`load_of`), or None if it is unknown.
     """
     times = [group.samples(seconds) for group in groups]
     rows = []
@@ -199,6 +203,7 @@ def speed_rows(
             work = ratio(*(_work(each, "flop_per_s") for each in (run, first)))
         row = {"run": group.label, "ranks": run["ranks"], "scaling": kind}
         row["noise"] = max(busy[index] or 0.0 for index in (*group.runs, *reference))
+        row["difference"] = difference_of(loads[reference[0]], loads[group.runs[0]])
         rows.append(row | _ratio("speedup", times[group.reference], steps, work))
     return rows
 
@@ -381,7 +386,7 @@ def _of_one_group(group: SeedGroup, runs: Sequence[_Row]) -> Iterator[str]:
 def _clause(row: _Row, first: _Row) -> str:
     one, other, speedup = row["run"], first["run"], row["speedup"]
     if speedup is None:
-        reason = "because their work differs or is unknown"
+        reason = f"because {row['difference']}"
         return f"the step times of {one} and {other} are not compared, {reason}"
     low, high = row["speedup_low"], row["speedup_high"]
     same = low is not None and low <= 1 <= high

@@ -23,9 +23,10 @@ from hpc3d.analyze.run_comparison import (
 from tests.analyze.report.by_hand import reported, write_run
 
 SIZES = {"batch": 8, "layers": 2, "hidden": 8, "heads": 2, "sequence": 4, "block_weights": 100}
-OTHER_WORK = "the step times of b and a are not compared, because their work differs"
+OTHER_WORK = "the step times of b and a are not compared, because "
 EQUAL = "mean loss 3.0000 instead of 3.0000 nat (95 % interval of the paired difference 0 to 0)"
 STUDY = ("a", 8), ("b", 8), ("b", 16), ("a", 16), ("a", 32)  # layouts and hidden sizes
+UNKNOWN = [None] * 9, [None] * 9  # the CPU time of other processes, and the workload
 STEADY = np.array([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0])
 
 
@@ -49,7 +50,8 @@ def grouped(names, *groups):
 def verdict(runs, seconds, differences, groups=None, busy=None):
     groups = groups or [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
     rows = [losses(each["run"], far) for each, far in zip(runs, differences)]
-    speeds = speed_rows(runs, seconds, groups, busy or [None] * len(runs))
+    loads = [{key: each[key] for key in ("layers", "hidden", "setting")} for each in runs]
+    speeds = speed_rows(runs, seconds, groups, busy or UNKNOWN[0], loads)
     return [*comparison_verdict(speeds, rows, groups)]
 
 
@@ -115,8 +117,8 @@ def test_difference_that_other_processes_can_cause_is_called_so(busy, factor, to
             {"ranks": 8, "batch": 16, "flop_per_s": 1.8, "step_s": 0.5},
             "b reaches 1.80 times the FLOP/s of a (95",
         ),
-        ({"layers": 3}, OTHER_WORK),
-        ({"setting": "float64"}, OTHER_WORK),
+        ({"layers": 3}, OTHER_WORK + "layers differs"),
+        ({"setting": "float64"}, OTHER_WORK + "setting differs"),
         (
             {"ranks": 8, "batch": 16, "flop_per_s": 0.99, "step_s": 0.5},
             "b reaches the FLOP/s of a within the noise: 0.99 times the FLOP/s (95 % interval ",
@@ -131,7 +133,7 @@ def test_verdict_depends_on_ranks_and_work(other, said):
 
 def scaling(runs, groups=None, seconds=None):
     groups = groups or [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
-    speeds = speed_rows(runs, seconds or [STEADY] * len(runs), groups, [None] * len(runs))
+    speeds = speed_rows(runs, seconds or [STEADY] * len(runs), groups, *UNKNOWN)
     return scaling_table(runs, groups, speeds)
 
 
@@ -165,7 +167,7 @@ def test_gains_of_groups_are_the_ratios_of_the_verdict():
         for name, each in zip(names, times, strict=True)
     ]
     groups = grouped(("1d", "3d"), {1: [0], 2: [1]}, {1: [2], 2: [3]})
-    speeds = speed_rows(runs, times, groups, [None] * 4)
+    speeds = speed_rows(runs, times, groups, *UNKNOWN)
     rows = scaling_table(runs, groups, speeds)
     passes = [each / 2 for each in times]
     one, other = gain_rows(rows, groups, {"step_s": times, "average_step_s": passes})
@@ -199,7 +201,9 @@ def test_groups_are_compared_with_the_same_layout_and_model_size():
         "b16 is as fast as a16",
     ]
     (other,) = lines[2:]
-    assert other.startswith("the step times of a32 and a8 are not compared")
+    assert other.startswith(
+        "the step times of a32 and a8 are not compared, because hidden differs;"
+    )
     rows = scaling(runs, groups)
     assert [row["speedup"] for row in rows] == [1, 1, 1, 1, None]
     assert [row["reference"] for row in rows] == ["a8", "a8", "a16", "a16", "a8"]
@@ -256,7 +260,7 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
     said = "b (2 seeds) is as fast as a, 64 (2 seeds) on 8 instead of 4 ranks within the noise: "
     assert line.startswith(said + "1.16 times as fast (95 % interval ")
     steps = [np.tile(STEADY, 100) * each for each in times]
-    _, row = speed_rows(runs, steps, groups, [None] * 4)
+    _, row = speed_rows(runs, steps, groups, *UNKNOWN)
     margin = half_width(np.array([1.0, 1.2]) / 1.1, np.array([0.9, 1.0]) / 0.95)
     limits = row["speedup_low"], row["speedup"], row["speedup_high"]
     assert limits == pytest.approx(1.1 / 0.95 * np.exp([-margin, 0, margin]))
@@ -340,7 +344,7 @@ def test_runs_of_a_seed_are_one_sample():
     assert (row["runs"], row["loss"]) == (2, 3.5)
     assert row["loss_half"] == pytest.approx(12.706 * 0.5)
     times = [STEADY * each for each in (1.0, 1.1, 1.21, 0.9, 1.0)]
-    _, row = speed_rows([*map(run, labels)], times, groups, [None] * 5)
+    _, row = speed_rows([*map(run, labels)], times, groups, *UNKNOWN)
     margin = half_width(np.array([1.0, 1.155]) / 1.0775, np.array([0.9, 1.0]) / 0.95)
     assert row["speedup_high"] == pytest.approx(1.0775 / 0.95 * np.exp(margin))
     (line,) = repeated_seeds(groups, labels)

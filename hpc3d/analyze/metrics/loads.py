@@ -34,6 +34,7 @@ _EXCEPTIONS = {
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
 _ALWAYS_NAMED = 2  # maximum number of runs or groups listed for the most frequent value of a key
+_KEYS_NAMED = 4  # maximum number of keys that are named as the difference of two workloads
 _OF_MACHINE = ("hosts", "MPI", "program")  # report header entries that are compared
 
 
@@ -72,6 +73,23 @@ def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
         return None
     keys = [f"{key} = {value}" for key, value in load.items() if key not in SIZES]
     return ", ".join([kind, *keys])
+
+
+def difference_of(load: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+    """Return a clause that names the keys in which two workloads differ.
+
+    `load` and `other` are results of `load_of`. If they are equal, only one of the runs is
+    simulated.
+    """
+    if load is None or other is None:
+        return "the configuration of one of them is unknown"
+    keys = [key for key in {**load, **other} if load.get(key) != other.get(key)]
+    if not keys:
+        return "only one of them is simulated"
+    if len(keys) > _KEYS_NAMED:
+        keys[_KEYS_NAMED:] = [f"{len(keys) - _KEYS_NAMED} more keys"]
+    *others, last = keys
+    return f"{', '.join(others)} and {last} differ" if others else f"{last} differs"
 
 
 def notes(traces: Sequence[Trace], groups: Mapping[str, Sequence[int]]) -> list[str]:

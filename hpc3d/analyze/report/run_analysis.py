@@ -20,7 +20,7 @@ from hpc3d.analyze.metrics.compare import (
 )
 from hpc3d.analyze.metrics.critical_path import critical_path, path_rows
 from hpc3d.analyze.metrics.crossing import host_pair_rows, host_traffic_rows
-from hpc3d.analyze.metrics.loads import differing, notes
+from hpc3d.analyze.metrics.loads import differing, load_of, notes
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import configuration, pipeline_of_step
@@ -154,7 +154,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     if len(runs) > 1 and timed:
         seconds = [*map(slowest_seconds, steady)]
         times = {"step_s": seconds, "average_step_s": [*map(pass_seconds, steady)]}
-        speeds = speed_rows(rows, seconds, groups, [*map(other_cpu_share, traces)])
+        busy, loads = ([*map(each, traces)] for each in (other_cpu_share, load_of))
+        speeds = speed_rows(rows, seconds, groups, busy, loads)
         tables["scaling"] = scaling_table(rows, groups, speeds)
         tables["gains"] = gain_rows(tables["scaling"], groups, times)
         tables["differences"] = [

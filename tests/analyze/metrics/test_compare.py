@@ -218,7 +218,9 @@ def scaling_rows(runs):
     """Return the rows of the scaling table of runs with different configurations."""
     groups = [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
     seconds = [np.array([each["step_s"]]) for each in runs]
-    rows = scaling_table(runs, groups, speed_rows(runs, seconds, groups, [None] * len(runs)))
+    rows = scaling_table(
+        runs, groups, speed_rows(runs, seconds, groups, *[[None] * len(runs)] * 2)
+    )
     return [row | {"scaling": kind_of_scaling(row, rows[0])} for row in rows]
 
 

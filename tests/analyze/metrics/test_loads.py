@@ -5,8 +5,17 @@ from types import SimpleNamespace
 
 import h5py
 import numpy as np
+import pytest
 
-from hpc3d.analyze.metrics.loads import EXECUTION, LAYOUT, WORK, differing, group_of, notes
+from hpc3d.analyze.metrics.loads import (
+    EXECUTION,
+    LAYOUT,
+    WORK,
+    difference_of,
+    differing,
+    group_of,
+    notes,
+)
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat
 from hpc3d.trace.merge import merge
@@ -111,3 +120,18 @@ def test_every_configuration_key_has_a_group():
     assert {"name", "trace.clock", "run.out", "mesh.transport", "train.backend"} <= {
         *of[EXECUTION]
     }
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (None, "the configuration of one of them is unknown"),
+        ({"a": 1}, "only one of them is simulated"),
+        ({"a": 2}, "a differs"),
+        ({"a": 1, "b": 2}, "b differs"),
+        ({"a": 2, "b": 2}, "a and b differ"),
+        ({"a": 1} | dict.fromkeys("bcdefg", 0), "b, c, d, e and 2 more keys differ"),
+    ],
+)
+def test_keys_in_which_two_workloads_differ_are_named(other, said):
+    assert difference_of({"a": 1}, other) == difference_of(other, {"a": 1}) == said
