@@ -334,7 +334,7 @@ def show(
     from hpc3d.training.graphed_step import graph_in_words
 
     print(*table(best, mark), sep="\n")
-    print("(comm.: share of the step time; axis: mesh axis with the longest waiting time)")
+    print("(comm.: exposed communication; axis: mesh axis with the longest waiting time)")
     if (first := best[0].config).train.backend == "cupy":
         print(f"CUDA graph of layout 1: {graph_in_words(first)}")
     if first.parallel.local_steps:

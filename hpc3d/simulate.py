@@ -68,19 +68,19 @@ are added"""
 
 _STEP_JSON = """\
 print one JSON object on the last line, with the keys machine, ranks, step_time_s, tokens_per_s,
-bubble, communication (fraction of the step time), flop, mfu, hfu, memory (stages, worst, total,
-fits) [B], bytes (calls and received bytes of a rank in stage 0, by axis and operation), time
-(computation, exposed communication and idle time of the busiest stage) and sections (for each
-stage, the same times, FLOPs, received bytes and saved bytes per microbatch, by part of the model
-and phase). The bubble is the pipeline bubble of the glossary, as a fraction. If train.eval_every
-is set, evaluation_batch_s is the time in seconds per evaluation batch, and evaluation_peak_bytes
-the peak memory of a rank during an evaluation. For a mixture of experts, mixture contains
-parameters, active, blocks, group, slots and capacity. If the machine file lists the errors of
-published steps with a similar layout, interval contains layout, steps, low_s and high_s. For GPUs,
-cuda_graph states what the CUDA graph of the step contains, or why it has none. With local updates,
-step_time_s is a mean. The key agreement contains every, the interval in steps, sync, and the step
-time step_s and the bytes of a step in which the workers agree. A stale agreement overlaps with
-every steps, of which this is the last one; bytes contains its bytes in all of them"""
+bubble, communication (exposed, as a fraction of the step time), flop, mfu, hfu, memory (stages,
+worst, total, fits) [B], bytes (calls and received bytes of a rank in stage 0, by axis and
+operation), time (computation, exposed communication and idle time of the busiest stage) and
+sections (for each stage, the same times, FLOPs, received bytes and saved bytes per microbatch, by
+part of the model and phase). The bubble is the pipeline bubble of the glossary, as a fraction. If
+train.eval_every is set, evaluation_batch_s is the time in seconds per evaluation batch, and
+evaluation_peak_bytes the peak memory of a rank during an evaluation. For a mixture of experts,
+mixture contains parameters, active, blocks, group, slots and capacity. If the machine file lists
+the errors of published steps with a similar layout, interval contains layout, steps, low_s and
+high_s. For GPUs, cuda_graph states what the CUDA graph of the step contains, or why it has none.
+With local updates, step_time_s is a mean. The key agreement contains every, the interval in steps,
+sync, and the step time step_s and the bytes of a step in which the workers agree. A stale agreement
+overlaps with every steps, of which this is the last one; bytes contains its bytes in all of them"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,7 +184,7 @@ def _print_step(config, found, chosen):
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     if config.mesh.p > 1:
         print(f"pipeline bubble {found['bubble']:.2%}")
-    waits = "of the step time (busiest stage, without messages between stages)"
+    waits = "of the step time, exposed (without waiting for other stages)"
     print(f"communication   {found['communication']:.1%} {waits}")
     print(f"time            {_sum_of_times(found['time'])}")
     if graph := found.get("cuda_graph"):

@@ -22,14 +22,14 @@ class StepPrediction(dict[str, Any]):
     """Predicted step: a dict with the values of `python -m hpc3d.simulate --json`.
 
     The keys are: `step_time_s` [s]; `tokens_per_s`; `bubble`, the fraction of the step time that
-    the busiest stage spends waiting for messages; `communication`, the fraction that this stage
-    spends waiting for other communication; `flop`, summed over all ranks; `mfu` and `hfu`
-    (arXiv:2205.05198), as fractions of the machine's peak; `memory` [B], a dict with the peaks of
-    all `stages`, the peak of the `worst` stage, the `total`, and `fits`, which is true if the
-    model fits in memory; and `bytes`, the calls and received bytes of a rank in stage 0 by axis
-    and operation. If the machine file lists the errors of published steps with a similar layout,
-    `interval` contains the kind of `layout`, the number of `steps`, and `low_s` and `high_s` [s].
-    The attribute `config` is the resolved configuration.
+    the busiest stage spends waiting for messages; `communication`, the fraction of exposed
+    communication on this stage, without waiting for other stages; `flop`, summed over all ranks;
+    `mfu` and `hfu` (arXiv:2205.05198), as fractions of the machine's peak; `memory` [B], a dict
+    with the peaks of all `stages`, the peak of the `worst` stage, the `total`, and `fits`, which
+    is true if the model fits in memory; and `bytes`, the calls and received bytes of a rank in
+    stage 0 by axis and operation. If the machine file lists the errors of published steps with
+    a similar layout, `interval` contains the kind of `layout`, the number of `steps`, and `low_s`
+    and `high_s` [s]. The attribute `config` is the resolved configuration.
     """
 
     def __init__(self, step: PredictedStep) -> None:

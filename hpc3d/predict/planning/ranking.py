@@ -22,7 +22,7 @@ from hpc3d.predict.planning.bounds import kind
 from hpc3d.predict.planning.candidates import NEAR
 from hpc3d.predict.planning.layouts import recomputation
 from hpc3d.predict.simulation.simulator import agreement_seconds, simulate
-from hpc3d.predict.simulation.summary import summary, waits_of
+from hpc3d.predict.simulation.summary import busiest_stage, summary, waits_of, waits_within
 from hpc3d.tensor.split import LOOPS, PUBLISHED, STORAGE
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ _Layout = TypeVar("_Layout", "Estimate", "RankedLayout")
 class RankedLayout(NamedTuple):
     """Predicted step time and memory of a layout.
 
-    `seconds` is the step time; `bubble` and `communication` are fractions of this time. `waits`
-    maps each axis to its communication time in seconds. `stage` is the pipeline stage with the
-    highest peak memory, `peak` is this peak in bytes per rank, and `kinds` maps each kind of
-    memory to bytes. `simulated` is False if the prediction is an estimate.
+    `seconds` is the step time; `bubble` and `communication` (exposed communication) are fractions
+    of this time. `waits` maps each axis to its communication time in seconds. `stage` is the
+    pipeline stage with the highest peak memory, `peak` is this peak in bytes per rank, and `kinds`
+    maps each kind of memory to bytes. `simulated` is False if the prediction is an estimate.
     """
 
     config: Config
@@ -106,7 +106,7 @@ def estimated(estimate: Estimate) -> RankedLayout:
         estimate.config,
         seconds,
         estimate.bubble / seconds,
-        waits.total() / seconds,
+        waits_within(waits, estimate.config.mesh.p).total() / seconds,
         dict(waits),
         int(estimate.peak),
         estimate.stage,
@@ -116,11 +116,11 @@ def estimated(estimate: Estimate) -> RankedLayout:
 
 
 def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayout:
-    """Simulate a layout; return a RankedLayout with the `waits` of the busiest stage."""
+    """Simulate a layout; return a RankedLayout with the `waits` within the busiest stage."""
     runs = simulate(config, vocabulary, machine)
     found = summary(runs, config, machine)
     seconds, worst = found["step_time_s"], found["memory"]["worst"]
-    waits = min(map(waits_of, runs), key=lambda waits: waits["p"])
+    waits = waits_within(waits_of(runs[busiest_stage(runs)]), len(runs))
     if agreement := agreement_seconds(runs, config.parallel.local_steps):
         waits[COPIES] += agreement
     kinds = {name: size for name, size in worst.items() if name not in ("stage", "all", "tables")}
@@ -129,7 +129,7 @@ def _simulated(config: Config, vocabulary: int, machine: Machine) -> RankedLayou
         seconds,
         found["bubble"],
         found["communication"],
-        {axis: waits[axis] for axis in waits if axis != "p"},
+        dict(waits),
         worst["all"],
         worst["stage"],
         {name: size for name, size in kinds.items() if size},

@@ -55,16 +55,15 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     contains the bytes that a rank of stage 0 receives, by axis and operation (see `moved`). `mfu`
     is the ratio of the model FLOPs, including the masked half of attention, to the peak of the
     machine. `hfu` is the same ratio for the executed FLOPs; chunked attention skips most of the
-    masked half. `communication` is the fraction of the step that the busiest stage, which waits
-    least for other stages, spends in calls within the stage. `sections` divides the step of each
-    stage by part of the model and phase (step_sections.py), and `time` that of the busiest
-    `stage`. If the machine file lists errors for this kind of layout, `interval` is the interval
-    of the step time (`predict.error_intervals`).
+    masked half. `communication` is the exposed communication of the busiest stage as a fraction of
+    the step. `sections` divides the step of each stage by part of the model and phase
+    (step_sections.py), and `time` that of the busiest `stage`. If the machine file lists errors
+    for this kind of layout, `interval` is the interval of the step time
+    (`predict.error_intervals`).
     """
     extra = agreement_seconds(runs, config.parallel.local_steps)
     ranks, seconds = config.grid().size, step_length(runs) / 1e9 + extra
-    waits = [waits_of(run) for run in runs]
-    busiest = min(range(len(runs)), key=lambda stage: waits[stage]["p"])
+    divided = _divided(runs)
     flops = sum(each.ranks * _flops(each) for run in runs for each in run.classes)
     model = config.model
     needed = model_flops(model, config.train.batch, vocabulary_of(model))
@@ -77,13 +76,13 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
         "step_time_s": seconds,
         "tokens_per_s": tokens / seconds,
         "bubble": bubble(runs),
-        "communication": (waits[busiest].total() - waits[busiest]["p"] + extra) / seconds,
+        "communication": (divided["time"]["communication_s"] + extra) / seconds,
         "flop": float(flops),
         "mfu": float(needed / peak),
         "hfu": float(flops / peak),
         "memory": memory(runs, machine),
         "bytes": moved(runs[0]),
-        **_divided(runs, busiest),
+        **divided,
         **_agreement(runs, config.parallel),
     } | ({"interval": around} if around else {})
 
@@ -101,9 +100,15 @@ def _flops(run: StageRun) -> int:
     return sum(value for (*_, quantity), value in run.account.items() if quantity == "flop")
 
 
-def _divided(runs: Sequence[StageRun], busiest: int) -> dict[str, Any]:
+def _divided(runs: Sequence[StageRun]) -> dict[str, Any]:
+    busiest = busiest_stage(runs)
     parts = [sections(run, step_length(runs)) for run in runs]
     return {"time": {"stage": busiest, **time_of(parts[busiest])}, "sections": parts}
+
+
+def busiest_stage(runs: Sequence[StageRun]) -> int:
+    """Return the stage that waits least for messages from other stages."""
+    return min(range(len(runs)), key=lambda stage: waits_of(runs[stage])["p"])
 
 
 def bubble(runs: Sequence[StageRun]) -> float:
@@ -153,6 +158,16 @@ def waits_of(run: StageRun) -> Counter:
     for group in sorted(spent):
         waits[run.axes[group]] += spent[group] / 1e9
     return waits
+
+
+def waits_within(waits: Mapping[str, float], stages: int) -> Counter:
+    """Return the entries of `waits` for communication within one of the pipeline `stages`.
+
+    With several stages, a call of all ranks ends when the last stage enters it, so that its time
+    is mostly idle time.
+    """
+    across = ("p", WORLD) if stages > 1 else ("p",)
+    return Counter({axis: time for axis, time in waits.items() if axis not in across})
 
 
 def memory(runs: Sequence[StageRun], machine: Machine) -> dict[str, Any]:

@@ -31,6 +31,19 @@ def test_slower_layouts_fit_in_memory():
         assert ranking.fits(ranking.known.get(nearest.config, nearest)) == (reason != "memory")
 
 
+def test_communication_of_a_layout_excludes_waiting_for_other_stages():
+    searched, found = search()
+    ranking = Ranking(searched, found, CLUSTER, most=1e9)
+    config = settled(f"{SMALL} p=2 d=2 x=2 scheme=1d zero=1 microbatches=4 schedule=1f1b")
+    estimate = searched.estimator.estimate(config)
+    row, rough = ranking.run(estimate), estimated(estimate)
+    assert sorted(row.waits) == ["d", "x"]
+    assert row.communication == pytest.approx(sum(row.waits.values()) / row.seconds)
+    within = sum(rough.waits[axis] for axis in "dx")
+    assert rough.communication == pytest.approx(within / rough.seconds)
+    assert sum(rough.waits.values()) > within
+
+
 @pytest.mark.slow
 def test_named_layouts_include_the_best_of_each_scheme(monkeypatch):
     searched, found = search()

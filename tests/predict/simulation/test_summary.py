@@ -23,6 +23,18 @@ def test_summary_reports_token_tables_and_logits():
     assert [stage["logits"] for stage in found] == [0, 0, 0, 24 * 3 * 29 * 8]
 
 
+def test_communication_excludes_waiting_for_other_stages():
+    """Without tensor and data parallelism, all calls of a rank are calls between stages."""
+    for mesh, exposed in (("p=2", False), ("p=2 d=2", True), ("d=2", True)):
+        config, runs = simulated(f"{mesh} schedule=1f1b microbatches=2 vocabulary=29")
+        found = summary(runs, config, MACHINE)
+        assert (found["communication"] > 0) == exposed
+        shares = (found["time"][f"{name}_s"] for name in ("communication", "computation", "idle"))
+        calls, *others = (share / found["step_time_s"] for share in shares)
+        assert found["communication"] == pytest.approx(calls)
+        assert calls + sum(others) == pytest.approx(1)
+
+
 def test_bubble_of_a_two_stage_pipeline():
     """With one microbatch, stage 2 waits for a forward pass, and stage 1 for both passes."""
     line = "p=2 schedule=gpipe microbatches=1 hidden=32 heads=4 batch=4 vocabulary=8"
