@@ -56,10 +56,10 @@ def _composition(parts: Mapping[str, float | None]) -> str:
         waits = (parts["wait_s"] or 0) - parts["copy_wait_s"]
         if waits > _ROUNDING * step:  # identical ranks never wait for each other in a simulation
             waiting = f", {_share(waits, calls)} of it waiting for other ranks"
-        clauses.append(f"{_share(calls, step)} communication{waiting}")
+        clauses.append(f"{_share(calls, step)} communication calls{waiting}")
     if offload > _MENTIONED * step:
         clauses.append(f"{_share(offload, step)} offload copies")
-    for key, name in (("unrecorded_s", "between events"), ("other_s", "other work")):
+    for key, name in (("unrecorded_s", "unrecorded"), ("other_s", "other work")):
         if parts[key] > _MENTIONED * step:
             clauses.append(f"{_share(parts[key], step)} {name}")
     return f"{'; '.join(clauses)}."

@@ -83,7 +83,7 @@ def test_simulated_step_reports_no_loss_and_no_straggler_waits(tmp_path):
         run = analyze_run(opened)
         report = compare([opened], [run])
     said = lines(report)
-    assert said[1] == "50% of a step is computation; 40% communication; 10% between events."
+    assert said[1] == "50% of a step is computation; 40% communication calls; 10% unrecorded."
     assert not any("wait" in line or line.startswith("loss") for line in said)
     assert run.tables["stragglers"] == []
     assert report.tables["runs"][0]["loss_step"] is None

@@ -41,8 +41,8 @@ def tables(ranks=None, **given):
 
 def test_verdict_of_a_communication_bound_step():
     assert verdict(tables()) == [
-        "20% of a step is computation; 70% communication, 57% of it waiting for other ranks; 9%"
-        " between events.",
+        "20% of a step is computation; 70% communication calls, 57% of it waiting for other ranks;"
+        " 9% unrecorded.",
         "Largest cost: reduce-scatter along z, 40% of a step, of which 75% is waiting.",
     ]
 
@@ -59,7 +59,7 @@ def test_verdict_of_a_single_rank_step():
 
 @pytest.mark.parametrize(("unrecorded", "told"), [(0.049, False), (0.051, True)])
 def test_unrecorded_time_is_reported_above_five_percent(unrecorded, told):
-    assert ("between events" in verdict(tables([rank(unrecorded_s=unrecorded)]))[0]) == told
+    assert ("unrecorded" in verdict(tables([rank(unrecorded_s=unrecorded)]))[0]) == told
 
 
 def test_stage_message_waits_are_reported_as_the_bubble():
@@ -70,7 +70,7 @@ def test_stage_message_waits_are_reported_as_the_bubble():
 def test_verdict_of_cpu_time_omits_waiting():
     found = rank(wait_s=None, transfer_s=0.0, exposed_s=0.4)
     first, lever = verdict(tables([found], waits=[], stragglers=[]))
-    assert "waiting" not in first + lever and "40% communication" in first
+    assert "waiting" not in first + lever and "40% communication calls" in first
 
 
 def test_verdict_names_a_straggler():
@@ -120,6 +120,6 @@ def test_offload_copies_are_not_communication():
     time += [spent("copy", "", "none", 0.2), spent("wait", "", "none", 0.1)]
     given = {"time": time, "waits": [], "copies": [{"name": "fetch"}]}
     assert verdict(tables([alone], **given)) == [
-        "60% of a step is computation; 30% offload copies; 9% between events.",
+        "60% of a step is computation; 30% offload copies; 9% unrecorded.",
         "Largest cost: offload copies, 30% of a step.",
     ]
