@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hpc3d.arrays.pass_alternation import PassAlternation
 from hpc3d.comm.communicator import Communicator, Self
 from hpc3d.comm.grid import Grid
 
@@ -65,10 +66,11 @@ def queue_of(axis: str) -> str:
     gradient reductions at the end of a step have their own queue, so that the communication of a
     forward or backward pass is never queued behind them.  The reductions between the groups of
     replicas in hybrid sharding, which cross hosts, have another queue, so that gathers and
-    reductions within a group are not queued behind them.
+    reductions within a group are not queued behind them.  The all-to-alls of experts also have
+    their own queue, so that computation that overlaps with them can use the other axes.
     """
-    if axis == COPIES:
-        return "groups"
+    if axis in (COPIES, EXPERTS):
+        return "groups" if axis == COPIES else "experts"
     return "replicas" if axis in (DATA, *PLANES) else "blocks"
 
 
@@ -81,6 +83,8 @@ class MeshRecorder(Protocol):
     """Interface of a trace recorder, implemented by hpc3d.trace.recorder."""
 
     step: int
+    stage: int
+    chunk: int
     layer: int
     microbatch: int
     phase: str
@@ -160,7 +164,7 @@ def _ignore(self: Any, *values: object) -> None:
 class NullRecorder:
     """No-op recorder, for a mesh that is not traced."""
 
-    step = layer = microbatch = -1
+    step = stage = chunk = layer = microbatch = -1
     phase = part = "other"
     communication = 0
 
@@ -214,7 +218,8 @@ class Mesh:
     replicas along the `data_axes`, expert weights along the `expert_data_axes`; the function
     `plane` returns the name of the communicator over these axes.  Ranks are in the order of a
     `Grid`, so ranks along the last axis are adjacent on a node.  Blocks are allocated from `pool`,
-    which may be on a device; the world communicator uses host arrays.
+    which may be on a device; the world communicator uses host arrays.  `passes` alternates two
+    passes of this rank.
     """
 
     def __init__(
@@ -233,6 +238,9 @@ class Mesh:
         self.data_axes, self.expert_data_axes = data_axes(sizes), expert_data_axes(sizes)
         self.trace: MeshRecorder = trace or NullRecorder()
         self.guard: _MeshGuard = guard or NullGuard()
+        self.passes = PassAlternation()
+        scope = "stage", "chunk", "microbatch", "layer", "phase", "part"
+        self.passes.add_state(self.trace, *scope)
         self.planes: dict[tuple[str, ...], tuple[int, int]] = {}
         self.wrappers: tuple[Wrapper, ...] = ()
 

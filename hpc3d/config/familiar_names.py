@@ -61,6 +61,7 @@ _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "parallel.schedule": "pipeline_parallel_schedule pp_schedule",
     "parallel.overlap": "overlap_grad_reduce overlap_comm",
     "parallel.prefetch": "overlap_param_gather forward_prefetch backward_prefetch",
+    "parallel.overlap_experts": "overlap_moe_expert_parallel_comm",
     "parallel.chunked_products": "tp_comm_overlap async_tensor_parallel",
     "parallel.offload": "cpu_offload offload_optimizer offload_param",
     "parallel.attention": "attn_implementation flash_attn use_flash_attn",

@@ -183,6 +183,9 @@ class ParallelConfig:
     weights of the next product, and reduce the weight gradient of the previous one, during the
     current product. With ZeRO, the all-gather of the updated values overlaps with the next forward
     pass."""
+    overlap_experts: bool = False
+    """Overlap the all-to-alls of experts in the forward pass of one microbatch with the backward
+    pass of another one, and vice versa (DualPipe). Requires the schedule dualpipe-v."""
     chunked_products: Annotated[
         int, AtLeast(1), AtMost(64), ValidFor("train.product_dtype", None)
     ] = 1

@@ -9,7 +9,7 @@ from hpc3d.config.input_file import Config, ParallelConfig
 from hpc3d.config.limits import MOST_PASSES
 from hpc3d.config.wrong_values import reported
 from hpc3d.console.sanitize import counted, nearest_values
-from hpc3d.pipeline.schedule import Schedule, find
+from hpc3d.pipeline.schedule import PAIRED, Schedule, find
 
 # Maximum number of forward passes per run if the schedule is asynchronous.
 _PASSES_OF_RUN = 50_000
@@ -19,7 +19,7 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
     """Report invalid combinations of schedule, scheme, model chunks, recomputation and ZeRO."""
     layers = _wrong_chunks(config), _wrong_layers(config.parallel.recompute, config.model.layers)
     others = _wrong_schedule(config), _wrong_zero(config), _wrong_products(config)
-    yield from reported(_wrong_shard(config), *layers, *others)
+    yield from reported(_wrong_shard(config), *layers, *others, _wrong_pairs(config))
 
 
 def _wrong_chunks(config: Config) -> Iterator[str]:
@@ -97,6 +97,27 @@ def _wrong_products(config: Config) -> Iterator[str]:
         key = f"parallel.chunked_products = {chunks}: with {config.parallel.way}"
         why = "products have panels" if split.panels else "a rank may store no rows to split"
         yield f"{key}, {why}; use 1, or scheme 3d"
+
+
+def _wrong_pairs(config: Config) -> Iterator[str]:
+    """Report an error if no all-to-alls of experts overlap, or passes cannot alternate."""
+    parallel, least = config.parallel, 2 * config.mesh.p
+    if not parallel.overlap_experts:
+        return
+    if config.mesh.e == 1 or not config.model.experts:
+        key, why = "parallel.overlap_experts = true", "without mesh.e > 1, no tokens are exchanged"
+        yield f"{key}: {why}; use false, or mesh.e = 2"
+    elif parallel.schedule != PAIRED:
+        why = f"schedule {parallel.schedule} has no pairs of passes that can overlap"
+        yield f"parallel.overlap_experts = true: {why}; use parallel.schedule = {PAIRED}"
+    elif parallel.microbatches < least:
+        key = f"parallel.microbatches = {parallel.microbatches}"
+        why = f"parallel.overlap_experts with mesh.p = {config.mesh.p} needs at least {least}"
+        yield f"{key}: {why}; use {least}, or parallel.overlap_experts = false"
+    elif moved := sorted({*parallel.offload} - {"optimizer"}):
+        key = f"parallel.offload = {list(parallel.offload)}"
+        why = f"{' and '.join(moved)} of two overlapping passes cannot be loaded in advance"
+        yield f"{key}: {why}; use parallel.overlap_experts = false"
 
 
 def _wrong_layers(listed: str | Sequence[int] | Sequence[str], layers: int) -> Iterator[str]:

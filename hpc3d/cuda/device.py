@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _DONE, _NOT_READY = 0, 600  # status codes of cudaEventQuery: cudaSuccess, cudaErrorNotReady
 GRACE = 1.0  # timeout in seconds for aborting pending communication calls at the end of the job
-QUEUES = ("blocks", "replicas", "offload", "groups")
+QUEUES = ("blocks", "replicas", "offload", "groups", "experts")
 _FLOAT8 = 89  # minimum compute capability of float8 GEMMs
 
 

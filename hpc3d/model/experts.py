@@ -154,8 +154,8 @@ class ExpertMixture:
         slots, loss = self._decide(routes, choices, form, micro)
         pending = self.mesh.comm(EXPERTS).all_to_all(self._dispatched(x, slots, form))
         y, saved_shared = self.shared.forward(x, micro) if self.shared else (None, None)
-        rows, saved_experts = self.experts.forward(pending.wait(), micro)
-        rows = self.mesh.comm(EXPERTS).all_to_all(rows).wait()
+        rows, saved_experts = self.experts.forward(self._arrived(pending), micro)
+        rows = self._arrived(self.mesh.comm(EXPERTS).all_to_all(rows))
         out = self.mesh.empty(x.shape, x.dtype)
         with self.mesh.trace.span("combine", "lookup"):
             combine(_flat(rows), slots, weights, out)
@@ -195,7 +195,8 @@ class ExpertMixture:
         loss = RouterLoss(shares, first + start, micro.tokens.shape[1], balance, form.z_loss)
         with self.mesh.trace.span("routing"):
             slots = slots_of(choices, slot_form)
-        self.auxiliary_loss = 0.0
+        if self.mesh.trace.phase != "recompute":
+            self.auxiliary_loss = 0.0
         if self.notes and micro.training:
             self._note(routes, slots[start : start + own], loss)
         return slots, loss
@@ -226,7 +227,8 @@ class ExpertMixture:
         with self.mesh.trace.span("routing"):
             losses = router_loss(routes.probs, routes.lse, loss)
             chosen, kept = load_of(routes.experts, slots, self.form.count)
-        self.auxiliary_loss = losses[0] + losses[1]
+        if self.mesh.trace.phase != "recompute":  # of an earlier microbatch
+            self.auxiliary_loss = losses[0] + losses[1]
         self.mesh.trace.routed(chosen, kept, losses)
 
     def _slots(self, choices: Array, micro: Microbatch) -> SlotForm:
@@ -261,6 +263,11 @@ class ExpertMixture:
             dispatch(x, slots, _flat(out))
         return out
 
+    def _arrived(self, pending: Pending) -> Array:
+        """Wait for an all-to-all, and let the other pass of a pair compute in the meantime."""
+        self.mesh.passes.switch()
+        return pending.wait()
+
     def backward(
         self,
         dy: Array,
@@ -276,8 +283,8 @@ class ExpertMixture:
         dx = self._router_grad(dweights, saved, micro, defer)
         if self.shared and saved.shared:
             dx = self._sum(dx, self.shared.backward(dy, saved.shared, micro, defer))
-        rows = self.experts.backward(pending.wait(), saved.experts, micro, defer)
-        rows = comm.all_to_all(rows).wait()
+        rows = self.experts.backward(self._arrived(pending), saved.experts, micro, defer)
+        rows = self._arrived(comm.all_to_all(rows))
         out = empty(dy.shape, dy.dtype)
         with self.mesh.trace.span("dispatch", "lookup"):
             dispatch_grad(_flat(rows), saved.slots, out)

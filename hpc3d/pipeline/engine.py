@@ -13,11 +13,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.comm.communicator import all_of, ready
 from hpc3d.model.layers import immediately
-from hpc3d.pipeline.instruction import MESSAGES
+from hpc3d.pipeline.instruction import MESSAGES, is_pair
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
@@ -132,8 +133,12 @@ class Engine:
         for group in groups:
             self.closing = group[-1].op == "Reduce"
             with self.mesh.comm("p").grouped() if group[0].op in MESSAGES else nullcontext():
-                for instruction in group:
-                    self.execute(instruction)
+                if is_pair(group):
+                    self.receive_inputs(group)
+                    self.run_pair(group)
+                else:
+                    for instruction in group:
+                        self.execute(instruction)
         self.drain()
         trace.at(self.stage, 0, -1)
 
@@ -149,6 +154,27 @@ class Engine:
         with trace.scope(phase=self.phases[instruction.op]):
             self.table[instruction.op](instruction)
         self.seconds[instruction.op] += self.clock() - start
+
+    def receive_inputs(self, pair: Group) -> None:
+        """Wait for the activation and the gradient that the passes of a pair need."""
+        for op, mb, chunk in pair:
+            self.mesh.trace.at(self.stage, chunk, mb)
+            with self.mesh.trace.scope(phase=self.phases[op]):
+                if pending := self.inbox.pop((op[0], mb, chunk), None):
+                    self.inbox[op[0], mb, chunk] = ready(pending.wait())
+
+    def run_pair(self, pair: Group) -> None:
+        """Run two passes of different microbatches, which alternate while experts exchange tokens.
+
+        The time of the pair is divided among its passes in proportion to their durations.
+        """
+        start, before = self.clock(), Counter(self.seconds)
+        self.mesh.passes.run(*(partial(self.execute, each) for each in pair))
+        lasted = self.clock() - start
+        spent = {op: self.seconds[op] - before[op] for op in {each.op for each in pair}}
+        total = sum(spent.values())
+        for op, seconds in spent.items():
+            self.seconds[op] = before[op] + (lasted * seconds / total if total else 0.0)
 
     def forward(self, instruction: Instruction) -> None:
         mb, chunk = key = instruction[1:]

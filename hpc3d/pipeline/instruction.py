@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -72,6 +72,20 @@ def whole(stream: Iterable[Instruction]) -> list[Instruction]:
         Instruction("BW", *each[1:]) if each[0] == "B" and each[1:] not in split else each
         for each in stream
     ]
+
+
+def is_pair(passes: Sequence[Instruction]) -> bool:
+    """Return True for a forward pass and a full backward pass of different microbatches."""
+    return [each.op for each in passes] == ["F", "BW"] and passes[0].mb != passes[1].mb
+
+
+def paired(stream: Sequence[Instruction]) -> Iterator[tuple[Instruction, ...]]:
+    """Group a stream into pairs (see `is_pair`) of adjacent passes and single instructions."""
+    first = 0
+    while first < len(stream):
+        size = 2 if is_pair(stream[first : first + 2]) else 1
+        yield tuple(stream[first : first + size])
+        first += size
 
 
 class Placement(NamedTuple):

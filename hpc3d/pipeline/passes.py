@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import chain, groupby, product
 from operator import itemgetter
 
-from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement
+from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, paired
 from hpc3d.pipeline.timeline import Cost, refuse_deadlock, timeline
 
 Group = tuple[Instruction, ...]
@@ -30,16 +30,20 @@ _RESULTS = {"BW": ("B", "W"), "Reduce": (), "Step": ()}
 
 
 def lower(
-    streams: Iterable[Iterable[Instruction]], placement: Placement, overlap: bool = True
+    streams: Iterable[Iterable[Instruction]],
+    placement: Placement,
+    overlap: bool = True,
+    pairs: bool = False,
 ) -> list[list[Group]]:
     """Lower instruction streams, and return the instruction groups of each stage.
 
+    If `pairs` is true, adjacent passes that form a pair (see `is_pair`) are one group.
     Raises ValueError if the streams deadlock; the error message lists the blocked instructions of
     the input.
     """
     complete = [_add_steps(stream) for stream in streams]
-    moved = _add_messages(complete, placement)
-    return [list(add_reductions(_fuse(stream), overlap)) for stream in moved]
+    moved = _add_messages(complete, placement, pairs)
+    return [list(add_reductions(_fuse(stream, pairs), overlap)) for stream in moved]
 
 
 def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
@@ -49,7 +53,7 @@ def _add_steps(stream: Iterable[Instruction]) -> list[Instruction]:
 
 
 def _add_messages(
-    streams: Iterable[Iterable[Instruction]], placement: Placement
+    streams: Iterable[Iterable[Instruction]], placement: Placement, pairs: bool
 ) -> list[list[Instruction]]:
     """Add the messages between stages to the instruction streams.
 
@@ -67,7 +71,7 @@ def _add_messages(
     The global order also fixes the order of the messages between each pair of stages, so no tags
     are needed.
     """
-    rows = timeline(streams, placement, Cost(*[placement.chunks] * 3))
+    rows = timeline(streams, placement, Cost(*[placement.chunks] * 3), pairs)
     posts: list[list[tuple[float, Instruction]]] = [[] for _ in rows]
     for time, stage, send in _sends(rows, placement):
         peer, receive = placement.other(stage, send)
@@ -102,14 +106,15 @@ def _merged(row, posts):
     return [instruction for *_, instruction in sorted(events, key=itemgetter(0, 1))]
 
 
-def _fuse(stream: Iterable[Instruction]) -> Iterator[Group]:
+def _fuse(stream: Iterable[Instruction], pairs: bool) -> Iterator[Group]:
     """Split a stream into groups of instructions.
 
-    Consecutive messages form one group; every other instruction is a separate group.
+    Consecutive messages form one group, and so do the passes of a pair if `pairs` is true; every
+    other instruction is a separate group.
     """
     for moves, run in groupby(stream, key=_is_message):
         group = tuple(run)
-        yield from [group] if moves else zip(group)
+        yield from [group] if moves else paired(group) if pairs else zip(group)
 
 
 def _is_message(instruction):
@@ -132,7 +137,7 @@ def _reduced_early(groups):
     reduced: set[int] = set()
     found: list[Group] = []
     for group in reversed(list(groups)):
-        op, mb, chunk = group[0]
+        op, mb, chunk = group[-1]
         if op == "Step":
             reduced.clear()
         elif op in ("W", "BW") and chunk not in reduced:
@@ -149,7 +154,7 @@ def _reduced_early(groups):
 def _reduced_late(groups):
     chunks = set()
     for group in groups:
-        op, _, chunk = group[0]
+        op, _, chunk = group[-1]
         if op in ("W", "BW"):
             chunks.add(chunk)
         elif op == "Step":

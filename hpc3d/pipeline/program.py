@@ -83,7 +83,7 @@ def program_of(config: Any) -> Program:
     )
     ahead = -(-(stages - 1) // parallel.microbatches) if asynchronous else 0
     try:
-        lowered = lower(compute, placement, parallel.overlap)
+        lowered = lower(compute, placement, parallel.overlap, parallel.overlap_experts)
         check(lowered, placement, steps * parallel.microbatches)
     except ValueError as error:
         raise ValueError(f"parallel.schedule = {parallel.schedule}: {error}") from None

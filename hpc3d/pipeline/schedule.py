@@ -20,6 +20,7 @@ from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import dualpipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
 
 ONE_STAGE, DEFAULT, GPIPE = "none", "1f1b", "gpipe"
+PAIRED = "dualpipe-v"  # schedule whose forward and backward passes can overlap in pairs
 SEARCH = "search"  # selects a schedule search instead of a known schedule
 # Numbers of chunks per stage that layout searches try, if the schedule allows any number.
 _CHUNKS = (2, 3, 4, 6, 8)
@@ -217,7 +218,7 @@ SCHEDULES = {
         Schedule("zb-v", zb_v, chunks=2, v_shaped=True, splits_backward=True),
         Schedule("v-half", v_half, chunks=2, v_shaped=True, splits_backward=True, lean=True),
         Schedule("v-min", v_min, chunks=2, v_shaped=True, splits_backward=True, lean=True),
-        Schedule("dualpipe-v", dualpipe_v, chunks=2, v_shaped=True, splits_backward=True),
+        Schedule(PAIRED, dualpipe_v, chunks=2, v_shaped=True, splits_backward=True),
         Schedule(
             "pipedream", pipedream, asynchronous=True, weights=Stashed, update_per_microbatch=True
         ),

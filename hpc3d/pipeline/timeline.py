@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from hpc3d.pipeline.instruction import Instruction, Placement, whole
+from hpc3d.pipeline.instruction import Instruction, Placement, paired, whole
 
 Row = list[tuple[float, float, Instruction]]
 _Kind = tuple[int, str, int]  # stage, operation and chunk of a pass
@@ -37,7 +37,10 @@ class Cost(NamedTuple):
 
 
 def timeline(
-    streams: Iterable[Iterable[Instruction]], placement: Placement, cost: Cost | Sequence[Cost]
+    streams: Iterable[Iterable[Instruction]],
+    placement: Placement,
+    cost: Cost | Sequence[Cost],
+    pairs: bool = False,
 ) -> list[Row]:
     """Simulate a schedule; return a list of (start, end, instruction) for each stage.
 
@@ -45,10 +48,12 @@ def timeline(
     with one Cost per model chunk.  The streams contain passes, Reduce and Step; Reduce and Step
     take no time.  A B without a W becomes BW.  An instruction starts when the previous one on its
     stage has ended and its inputs are available: results of the same stage immediately, results of
-    another stage after the message time of the stage boundary.  Sends never block.  Raises
-    ValueError if the instructions deadlock; the message names them as given in the streams.
+    another stage after the message time of the stage boundary.  Sends never block.  If `pairs` is
+    true, adjacent passes that form a pair (see `is_pair`) start together and end together, after
+    the sum of their durations.  Raises ValueError if the instructions deadlock; the message names
+    them as given in the streams.
     """
-    return _Clock(streams, placement, cost).run()
+    return _Clock(streams, placement, cost, pairs).run()
 
 
 def makespan(rows: Iterable[Row]) -> float:
@@ -86,7 +91,7 @@ class _Clock:
     run time is linear in the number of instructions.
     """
 
-    def __init__(self, streams, placement, cost):
+    def __init__(self, streams, placement, cost, pairs):
         self.placement = placement
         if isinstance(cost, Cost):
             cost = [cost.share(placement.chunks)] * placement.parts
@@ -94,6 +99,8 @@ class _Clock:
         self.seconds = {placement.location(part): each.seconds() for part, each in enumerate(cost)}
         self.given = [list(stream) for stream in streams]
         self.streams = [whole(stream) for stream in self.given]
+        self.units = [[*(paired(each) if pairs else zip(each))] for each in self.streams]
+        self.done = [0] * len(self.streams)  # number of completed units of each stage
         self.rows: list[Row] = [[] for _ in self.streams]
         # Maps each kind of pass (stage, op, chunk) to the end times by microbatch, and to the
         # result of `_kind`. `waiting` maps (kind, microbatch) to the stages that wait for it.
@@ -116,21 +123,24 @@ class _Clock:
 
     def advance(self, stage) -> Iterator[int]:
         """Simulate a stage until an input is missing; yield the stages that it has unblocked."""
-        row, stream = self.rows[stage], self.streams[stage]
+        row, units = self.rows[stage], self.units[stage]
         clock = row[-1][1] if row else 0.0
-        while len(row) < len(stream):
-            op, mb, chunk = instruction = stream[len(row)]
-            seconds, done, inputs = self._kind(stage, op, chunk)
-            start = clock
-            for kind, ends, delay in inputs:
-                if mb not in ends:
-                    self.waiting.setdefault((kind, mb), []).append(stage)
-                    return
-                start = max(start, ends[mb] + delay)
-            clock = start + seconds
-            row.append((start, clock, instruction))
-            self.ends[done][mb] = clock
-            yield from self.waiting.pop((done, mb), [])
+        while self.done[stage] < len(units):
+            unit, start, total = units[self.done[stage]], clock, 0.0
+            kinds = [self._kind(stage, op, chunk) for op, _, chunk in unit]
+            for (_, mb, _), (seconds, _, inputs) in zip(unit, kinds, strict=True):
+                total += seconds
+                for kind, ends, delay in inputs:
+                    if mb not in ends:
+                        self.waiting.setdefault((kind, mb), []).append(stage)
+                        return
+                    start = max(start, ends[mb] + delay)
+            clock = start + total
+            self.done[stage] += 1
+            for instruction, (_, done, _) in zip(unit, kinds, strict=True):
+                row.append((start, clock, instruction))
+                self.ends[done][instruction.mb] = clock
+                yield from self.waiting.pop((done, instruction.mb), [])
 
     def _kind(self, stage, op, chunk):
         """Return the duration of a pass, the kind of its result, and its inputs.

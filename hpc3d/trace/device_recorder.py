@@ -11,6 +11,7 @@ device within a step.
     stream 3, replicas         calls in progress along the data axis
     stream 4, offload          copies to and from the host
     stream 5, replica groups   calls in progress between groups of replicas (axis r)
+    stream 6, experts          calls in progress along the expert-parallel axis
 
 Calls on host arrays and spans with op "none" are recorded in stream 0.
 """

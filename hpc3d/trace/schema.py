@@ -61,7 +61,15 @@ MEMORY_KIND = (
     "offloaded",  # offloaded arrays, which are not included in "all"
 )
 # Execution streams of a rank on a GPU; a rank on the CPU has only the first one.
-STREAM = ("host", "computation", "communication", "replicas", "offload", "replica groups")
+STREAM = (
+    "host",
+    "computation",
+    "communication",
+    "replicas",
+    "offload",
+    "replica groups",
+    "experts",
+)
 DTYPE = ("none", "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
 
 ENUMS = {"category": CATEGORY, "phase": PHASE, "op": OP, "kind": MEMORY_KIND, "dtype": DTYPE}

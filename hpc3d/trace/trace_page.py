@@ -66,7 +66,7 @@ therefore add up to at most the step time. The remaining time is unrecorded.
 
 ### Streams on a GPU
 
-A rank on a GPU has six streams. Its compute rows are timed on the device, not on the host that
+A rank on a GPU has seven streams. Its compute rows are timed on the device, not on the host that
 launches the kernels:
 
 * **Stream 0** is the host: input, checkpoints, and collectives of all ranks on host memory.
@@ -78,6 +78,7 @@ launches the kernels:
 * **Stream 4** contains copies of offloaded arrays to and from the host, with category `copy` and
   their bytes.
 * **Stream 5** contains the calls along r, between groups of replicas or between workers.
+* **Stream 6** contains the calls along e, which have a separate queue.
 
 Streams run concurrently, so their times must not be added. The time of a rank is the time of
 stream 1, and of stream 0 when stream 1 is idle. Rows of other streams may extend beyond the end of

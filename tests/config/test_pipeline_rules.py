@@ -1,6 +1,7 @@
 """Pipeline settings that are rejected, and the defaults of unset pipeline settings."""
 
 import re
+from math import prod
 
 import pytest
 
@@ -10,6 +11,13 @@ from tests.config.refused import problems, sized
 from tests.elided import elided
 
 PANELS = '{ n = "y", panels = "y" }'  # replicas broadcast panels of W, which have no padding
+PAIRED = {
+    "mesh.e": 2,
+    "model.experts": 4,
+    "parallel.overlap_experts": "true",
+    "parallel.schedule": "dualpipe-v",
+    "parallel.microbatches": 4,
+}
 
 PIPELINES = [
     ({"mesh.p": 4}, "mesh.p = 4: 4 ... model.layers = 3; ... 3"),
@@ -87,6 +95,22 @@ PIPELINES = [
         "parallel.chunked_products = 2: with parallel.split, ...; use 1, or scheme 3d",
     ),
     (
+        {"parallel.overlap_experts": "true", "parallel.schedule": "dualpipe-v"},
+        "parallel.overlap_experts = true: without mesh.e > 1, ...; use false, or mesh.e = 2",
+    ),
+    (
+        PAIRED | {"parallel.schedule": "zb-v"},
+        "parallel.overlap_experts = true: schedule zb-v ...; use parallel.schedule = dualpipe-v",
+    ),
+    (
+        PAIRED | {"parallel.microbatches": 1},
+        "parallel.microbatches = 1: parallel.overlap_experts ... mesh.p = 1 needs at least 2; ...",
+    ),
+    (
+        PAIRED | {"parallel.offload": '["optimizer", "parameters"]'},
+        "parallel.offload = ['optimizer', 'parameters']: parameters of ... cannot ...; use ...",
+    ),
+    (
         {"parallel.chunked_products": 2, "train.product_dtype": "float8"},
         "parallel.chunked_products = 2: only valid for train.product_dtype = absent; ...",
     ),
@@ -161,7 +185,7 @@ PIPELINES = [
 @pytest.mark.parametrize(("changes", "line"), PIPELINES)
 def test_invalid_pipeline_settings_are_rejected(changes, line):
     changes = {"model.layers": 3, "mesh.x": 1, "mesh.y": 1, "mesh.z": 1, **changes}
-    ranks = changes.get("mesh.p", 1) * changes.get("mesh.d", 1)
+    ranks = prod(changes.get(f"mesh.{axis}", 1) for axis in "pde")
     said = problems(*sized({f"--{key}": value for key, value in changes.items()}), ranks=ranks)
     assert len(said) == 1 and re.match(elided(line), said[0])
 
@@ -172,7 +196,7 @@ def test_pipeline_errors_are_the_same_with_an_open_cuboid(changes, line, inner):
     if " mesh.d = " in line or " parallel.shard = " in line:
         return  # another cuboid might do
     sizes = {"model.layers": 3, **changes}
-    ranks = sizes.get("mesh.p", 1) * sizes.get("mesh.d", 1) * inner
+    ranks = prod(sizes.get(f"mesh.{axis}", 1) for axis in "pde") * inner
     said = problems(*sized({f"--{key}": value for key, value in sizes.items()}), ranks=ranks)
     assert len(said) == 1 and re.match(elided(line), said[0])
 

@@ -325,6 +325,29 @@ def test_gathers_during_the_next_forward_pass_change_no_value(line):
             np.testing.assert_array_equal(block, expected.weights[name][1], name)
 
 
+PAIRS = """
+e=2 microbatches=4 experts=4 top_k=2 prefetch=true
+e=2 x=2 microbatches=2 experts=4 capacity=0 recompute=full z_loss=0.01
+d=2 e=2 zero=1 microbatches=3 experts=4 top_k=2 capacity=0.5 balance_bias=0.01 recompute=[0,1]
+d=2 e=2 zero=3 microbatches=4 experts=4 prefetch=true bucket_mb=0.001 recompute=full
+p=2 e=2 microbatches=4 experts=4 capacity=0 balance_loss=0.01 moe_every=2
+p=2 d=2 e=2 zero=2 microbatches=6 experts=4 shared_experts=1 prefetch=true overlap=false
+p=2 e=2 x=2 microbatches=4 experts=4 top_k=2 kind=llama heads=6 kv_heads=6 recompute=selective
+c=2 e=2 microbatches=2 experts=4 balance_loss=0.01 dropout=0.25 keep_dtype=bfloat16
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", strided(PAIRS, 4))
+def test_passes_that_alternate_change_no_value(line):
+    """Both runs evaluate after each step, and resume from a checkpoint."""
+    line = f"{MODEL} steps=3 eval_every=1 validation=0.1 schedule=dualpipe-v {line}"
+    plain, pairs = (f"{line} overlap_experts={overlap}" for overlap in ("false", "true"))
+    for found, expected in zip(trained([pairs] * 2), trained([plain] * 2), strict=True):
+        assert found.totals == expected.totals
+        for name, (_, block) in found.weights.items():
+            np.testing.assert_array_equal(block, expected.weights[name][1], name)
+
+
 REDUCED = (
     """dtype=bfloat16 reduce_dtype=float32 d=2 c=2 y=2 zero=3 split='{n="y",panels="y"}'""",
     """dtype=float16 d=4 shard=2 zero=3 reduce_dtype=float32 every=1 then dtype=float16 every=1""",

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc3d.pipeline.instruction import COMPUTE, MESSAGES, Instruction, Placement, parse, whole
+from hpc3d.pipeline.instruction import (
+    COMPUTE,
+    MESSAGES,
+    Instruction,
+    Placement,
+    is_pair,
+    parse,
+    whole,
+)
 from hpc3d.pipeline.passes import add_reductions, check, lower
 from hpc3d.pipeline.schedule import SCHEDULES, instruction_streams
 
@@ -100,6 +108,30 @@ def test_lowering_keeps_pass_order_and_fuses_adjacent_messages(name, v):
         moves = [one.op in MESSAGES for one in first]
         assert not any(one and other for one, other in pairwise(moves))
         assert first[-1] == ("Step", -1, 0)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
+def test_pairs_of_passes_are_groups_without_messages(p, overlap):
+    """Their inputs are received before them, and their results are sent after them."""
+    for m in (2 * p, 2 * p + 1, 4 * p + 3):
+        passes, placement = instruction_streams("dualpipe-v", p, m, 2)
+        lowered = lower(passes, placement, overlap, pairs=True)
+        check(lowered, placement, m)
+        for stage, groups in enumerate(lowered):
+            pairs = [group for group in groups if is_pair(group)]
+            assert len(pairs) == 2 * m - 3 * p + 1 + stage
+            # The group of a reduction also contains the pass with which it overlaps.
+            assert all(
+                len(group) == 1
+                or group in pairs
+                or group[1].op == "Reduce"
+                or group[0].op in MESSAGES
+                for group in groups
+            )
+            assert [each for group in groups for each in group if each.op in COMPUTE] == whole(
+                passes[stage]
+            )
 
 
 TWO = Placement(2, 1)

@@ -1,5 +1,7 @@
 """Bubbles with ideal timing, compared with published values and closed forms."""
 
+from itertools import pairwise
+
 import pytest
 
 from hpc3d.pipeline.instruction import Placement, parse
@@ -46,6 +48,16 @@ def test_bubble_of_unsplit_backward_passes(name, p, m):
 def test_bubble_of_the_interleaved_schedule(p, m, v):
     rows = run("interleaved", p, m, v)
     assert makespan(rows) / (3 * m) - 1 == pytest.approx((p - 1) / (v * m), abs=1e-12)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (1, 5), (2, 4), (2, 9), (4, 8), (5, 13)])
+def test_bubble_of_pairs_of_passes(p, m):
+    """Each stage is idle for p - 1 times; the passes of a pair start and end together."""
+    rows = timeline(*instruction_streams("dualpipe-v", p, m, 2), EQUAL, pairs=True)
+    assert makespan(rows) == 3 * m + p - 1
+    for stage, row in enumerate(rows):
+        together = sum(one[:2] == other[:2] for one, other in pairwise(row))
+        assert together == 2 * m - 3 * p + 1 + stage
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 16), (8, 32)])

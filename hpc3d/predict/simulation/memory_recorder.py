@@ -28,15 +28,16 @@ class ReplayedRows(NamedTuple):
     """Description of the trace rows of a replayed pass, which are created on demand.
 
     The rows follow the first `before` recorded rows. They are copies of `rows`, shifted by `shift`
-    ns, with different values in `columns`. `sequences` contains the index of each row's call
-    sequence, or -1 if the row does not belong to one. The sequence numbers of call sequence i are
-    increased by `added[i]`, and those of all other rows by `added[-1]`.
+    ns, with different values in `columns`: one value, or one per row. `sequences` contains the
+    index of each row's call sequence, or -1 if the row does not belong to one. The sequence
+    numbers of call sequence i are increased by `added[i]`, and those of all other rows by
+    `added[-1]`.
     """
 
     before: int
     rows: np.ndarray
     shift: int
-    columns: Mapping[str, int]
+    columns: Mapping[str, Any]
     sequences: np.ndarray
     added: Sequence[int]
 
@@ -159,7 +160,7 @@ class MemoryRecorder(Recorder):
         self,
         rows: np.ndarray,
         shift: int,
-        columns: Mapping[str, int],
+        columns: Mapping[str, Any],
         numbers: tuple[np.ndarray, Sequence[int]],
     ) -> None:
         """Append the trace rows of a pass whose replay has just ended.
@@ -174,6 +175,12 @@ class MemoryRecorder(Recorder):
         self.replays, self.count = [], 0
         for comm in self.comms:
             comm.sequence.clear()
+
+    def restore(self, account: Counter, mark: tuple[int, int]) -> None:
+        """Restore earlier values of `account` and `mark`, and discard the rows recorded since."""
+        self._account, self._charged, self.since = Counter(account), [], self.clock()
+        self.count, replays = mark
+        del self.replays[replays:]
 
     def trace_rows(self, since: tuple[int, int] = (0, 0)) -> TraceRows:
         """Return the recorded and the replayed rows.
@@ -238,7 +245,8 @@ def _created(passes: Sequence[ReplayedRows]) -> np.ndarray:
     rows = np.empty((len(passes), len(first.rows)), _ROWS)
     rows[...] = first.rows
     for name in first.columns:
-        rows[name] = np.array([each.columns[name] for each in passes])[:, None]
+        values = np.array([each.columns[name] for each in passes])
+        rows[name] = values.reshape(len(passes), -1)
     for name in _TIMES:
         rows[name] += np.array([each.shift for each in passes])[:, None]
     rows["seq"] += added[:, first.sequences]

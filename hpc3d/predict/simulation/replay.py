@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,7 @@ from hpc3d.arrays.abstract import AbstractArray
 from hpc3d.comm.mesh import WORLD
 from hpc3d.model.layers import immediately
 from hpc3d.pipeline.engine import DeferredWeightGrads
+from hpc3d.pipeline.instruction import is_pair
 from hpc3d.trace.schema import MESSAGE_CODES, OP
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from hpc3d.comm.mesh import Mesh
     from hpc3d.model.block import Block
     from hpc3d.model.microbatch import Microbatch
+    from hpc3d.pipeline.engine import Engine
     from hpc3d.pipeline.passes import Group
     from hpc3d.pipeline.stage_protocol import PipelineStage
     from hpc3d.predict.simulation.owner_classes import OwnerPeers
@@ -47,8 +49,9 @@ class RecordedPass(NamedTuple):
     sequence number of the first call and the number of calls; `sequences` contains the index of
     the call sequence of each row, or -1. For each kind of memory, `live` is the memory use in
     bytes at the end of the pass, and `peak` the maximum memory use; the key "all" is the peak of
-    the sum. Both are relative to the start of the pass. `brought` maps names to placeholders for
-    the arrays that the pass copied to the device.
+    the sum. Both are relative to the start of the pass. `brought` maps (index of the microbatch in
+    `numbers`, name) to placeholders for the arrays that the pass copied to the device. `numbers`
+    contains the number of the microbatch, or those of the two microbatches of a pair of passes.
     `account` contains the statistics of the pass (see MemoryRecorder), and `saved` the change in
     memory use for each part of the model.
     """
@@ -66,6 +69,7 @@ class RecordedPass(NamedTuple):
     brought: dict
     account: dict
     saved: dict
+    numbers: tuple[int, ...]
 
 
 class PassRecorder:
@@ -77,7 +81,9 @@ class PassRecorder:
     have owner ranks, all classes of ranks begin a pass at the same time (owner_classes.py). A pass
     is recorded as if no collectives had been posted before it, and as if the host were far ahead.
     The time that it loses to collectives or launches is added at its end, for the recorded pass
-    and for each replay.
+    and for each replay. A pair of passes is recorded and replayed as a whole: `pair` contains the
+    numbers of its microbatches, and while `within` is true, its passes are neither recorded nor
+    replayed separately. `replays` is true during the replay of a pair.
     """
 
     def __init__(self, mesh: Mesh, owners: OwnerPeers | None = None) -> None:
@@ -85,25 +91,31 @@ class PassRecorder:
         self.owners = owners
         self.comms = {comm.group: comm for comm in mesh.comms.values()}
         self.passes, self.results = {}, {}
+        self.pair: tuple[int, ...] = ()
+        self.within = self.replays = False
 
     @contextmanager
-    def record(self, kind: _Kind, micro: Microbatch) -> Iterator[None]:
+    def record(self, kind: _Kind, *micros: Microbatch) -> Iterator[None]:
         """Context manager that records the pass in its body, if it is the first of this `kind`."""
+        if self.within:
+            yield
+            return
         self._align()
         if kind in self.passes:
             yield
             return
-        with self.clock.alone(), self._recorded(kind, micro):
+        with self.clock.alone(), self._recorded(kind, micros):
             yield
 
     @contextmanager
-    def _recorded(self, kind: _Kind, micro: Microbatch) -> Iterator[None]:
+    def _recorded(self, kind: _Kind, micros: Sequence[Microbatch]) -> Iterator[None]:
         pool, mark, clock = self.mesh.pool, self.ledger.mark, self.clock
         now, busy, wired = clock.now, clock.busy, clock.wired
         host = clock.host
         before, held, peak = Counter(pool.live), pool.held, pool.peak
         shared = pool.shared_workspace
-        first, known = self._sequence_numbers(), {*micro.cache.arrays}
+        arrays = micros[0].cache.arrays  # of all microbatches
+        first, known, numbers = self._sequence_numbers(), {*arrays}, self._numbers()
         account, saved = self._charged(), Counter(pool.saved)
         pool.reset_peak()
         yield
@@ -112,7 +124,8 @@ class PassRecorder:
         live, high = _differences(pool.live, before), _differences(pool.peak, before)
         high["all"] = pool.peak["all"] - held
         pool.peak = peak | pool.peak
-        new = [key for key in micro.cache.arrays if key not in known]
+        of = {micro.first: index for index, micro in enumerate(micros)}
+        new = [key for key in arrays if key not in known]
         rows = self.ledger.trace_rows(mark).all
         counts = _differences(self._sequence_numbers(), first)
         calls = [(*which, first.get(which, 0), count) for which, count in counts.items()]
@@ -127,25 +140,29 @@ class PassRecorder:
             sequences=self._sequences(rows, calls),
             live=live,
             peak=[*high.items()],
-            brought={key[-1]: _placeholder(micro.cache.arrays[key]) for key in new},
+            brought={(of[key[1]], key[2]): _placeholder(arrays[key]) for key in new},
             account=_differences(self._charged(), account),
             saved=_differences(pool.saved, saved),
+            numbers=numbers,
         )
 
     @contextmanager
-    def replay(self, kind: _Kind, micro: Microbatch, layer: int | None = None) -> Iterator[None]:
+    def replay(self, kind: _Kind, *micros: Microbatch, layer: int | None = None) -> Iterator[None]:
         """Context manager that replays the recorded pass of `kind` for the current microbatch.
 
         In this context, the caller must allocate and free the arrays that outlive the pass. For
         the pass of a single block, `layer` is the index of the block.
         """
+        if self.within:
+            yield
+            return
         self._align()
-        recorded, pool, peaks = self.passes[kind], self.mesh.pool, self.mesh.pool.peak
+        recorded, pool, peaks = self.passes[kind], self.mesh.pool, Counter(self.mesh.pool.peak)
         self._replay_rows(recorded, layer)
         before, held, saved = Counter(pool.live), pool.held, pool.saved
         pool.saved = Counter()  # discards changes of the replay
-        for name, array in recorded.brought.items():
-            micro.cached(name, lambda _, array=array: array)
+        for (index, name), array in recorded.brought.items():
+            micros[index].cached(name, lambda _, array=array: array)
         if pool.on_device:  # identical blocks bring these arrays only once
             brought = sum(array.nbytes for array in recorded.brought.values())
             again = brought - (pool.held - held)
@@ -164,6 +181,27 @@ class PassRecorder:
         before["all"] = held
         for name, high in recorded.peak:
             peaks[name] = max(peaks[name], before.get(name, 0) + high)
+        pool.peak = peaks
+
+    @contextmanager
+    def in_pair(self, replays: bool) -> Iterator[None]:
+        """Context manager for the passes of a pair, which is recorded or replayed as a whole."""
+        self.within, self.replays = True, replays
+        yield
+        self.within = self.replays = False
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Context manager that discards the time and the trace rows of its body."""
+        ledger, clock = self.ledger, self.clock
+        now, ends = dict(vars(clock)), Counter(clock.ends)
+        account, mark = self._charged(), ledger.mark
+        first = {group: Counter(comm.sequence) for group, comm in self.comms.items()}
+        yield
+        vars(clock).update(now, ends=ends)
+        for group, comm in self.comms.items():
+            comm.sequence = first[group]
+        ledger.restore(account, mark)
 
     def _replay_rows(self, recorded: RecordedPass, layer: int | None) -> None:
         """Advance the clock and the sequence numbers, and add the trace rows of a pass."""
@@ -172,7 +210,11 @@ class PassRecorder:
             sequence = self.comms[group].sequence
             added.append(sequence[key] - first)
             sequence[key] += count
-        columns = {"microbatch": ledger.microbatch, "step": ledger.step}
+        number, *others = self._numbers()
+        columns: dict[str, Any] = {"microbatch": number, "step": ledger.step}
+        for other in others:  # the second microbatch of a pair
+            firsts = recorded.rows["microbatch"] == recorded.numbers[0]
+            columns["microbatch"] = np.where(firsts, number, other)
         if layer is not None:
             columns["layer"] = layer
         ledger.charge()
@@ -213,6 +255,10 @@ class PassRecorder:
         self.ledger.charge()
         return Counter(self.ledger.account)
 
+    def _numbers(self) -> tuple[int, ...]:
+        """Return the number of the current microbatch, or those of the current pair."""
+        return self.pair or (self.ledger.microbatch,)
+
     def _sequence_numbers(self) -> dict[tuple[int, Any], int]:
         return {
             (group, key): number
@@ -235,7 +281,7 @@ class PassRecorder:
         self, kind: _Kind, x: Array | None, micro: Microbatch, layer: int | None = None
     ) -> tuple[Any, KeptArrays]:
         like, kept = self.results[kind]
-        with self.replay(kind, micro, layer):
+        with self.replay(kind, micro, layer=layer):
             y = self._new_array(like, x)
         return y, KeptArrays(compress((x, y), kept))
 
@@ -248,7 +294,7 @@ class PassRecorder:
         layer: int | None = None,
     ) -> Any:
         like, _ = self.results[kind]
-        with self.replay(kind, micro, layer):
+        with self.replay(kind, micro, layer=layer):
             saved.clear()
             dx = self._new_array(like, dy)
         return dx
@@ -318,7 +364,9 @@ class ReplayedStage:
 
     def executes(self, micro: Microbatch) -> bool:
         """Return True if the passes of the current microbatch must be executed."""
-        number, known = self.recorder.ledger.microbatch, self.recorder.results
+        number, known = self.recorder.ledger.microbatch, self.recorder.passes
+        if self.recorder.within and not self.recorder.replays:
+            return True
         if number in self.run.always or self.kind("F", micro) not in known:
             return True
         return any(self.kind(op, micro) not in known for op in self.run.once.get(number, ()))
@@ -326,11 +374,13 @@ class ReplayedStage:
     def forward(
         self, x: Array | None, micro: Microbatch, starting: Callable[[str], None]
     ) -> tuple[Any, Any]:
-        gathers = self.recorder.ledger.microbatch == self.run.gathers
+        recorder = self.recorder
+        gathers = recorder.ledger.microbatch == self.run.gathers
         kind = self.kind(GATHERING if gathers else "F", micro)
         if self.executes(micro):
             run = partial(self.stage.forward, starting=starting)
-            return self.recorder.forward(kind, run, x, micro)
+            with recorder.unrecorded() if recorder.replays else nullcontext():
+                return recorder.forward(kind, run, x, micro)
         return self.recorder.replay_forward(kind, x, micro)
 
     def backward(
@@ -343,7 +393,7 @@ class ReplayedStage:
     ) -> Any:
         split, recorder = defer is not immediately, self.recorder
         kind = self.kind("B" if split else "BW", micro)
-        if isinstance(saved, KeptArrays):
+        if isinstance(saved, KeptArrays) or recorder.replays:
             _, holds = recorder.results[kind]
             work = KeptArrays([dy] * holds)
             dx = recorder.replay_backward(kind, dy, saved, micro)
@@ -453,12 +503,47 @@ def _leases(saved: Any) -> set[AbstractLease]:
     return set()
 
 
+def name_of(pair: Group, sizes: Sequence[int]) -> str:
+    """Return the name of the kind of a pair, of which the kind of its BW is another part."""
+    forward, _ = pair
+    return f"pair with {forward.chunk}F of {sizes[forward.mb]} sequences"
+
+
+class ReplayedPairs:
+    """Method `run_pair` of an engine that replays all pairs of passes except the first of a kind.
+
+    `sizes` lists the size of each microbatch.
+    """
+
+    def __init__(self, engine: Engine, recorder: PassRecorder, sizes: Sequence[int]) -> None:
+        self.engine, self.recorder, self.sizes = engine, recorder, sizes
+        self.run_pair = engine.run_pair
+
+    def __call__(self, pair: Group) -> None:
+        engine, recorder, seconds = self.engine, self.recorder, self.engine.seconds
+        recorder.pair = tuple(each.mb for each in pair)
+        micros = [engine.micros[number] for number in recorder.pair]
+        kind = engine.stages[pair[1].chunk].kind(name_of(pair, self.sizes), micros[1])
+        if kind in recorder.passes:
+            with recorder.replay(kind, *micros), recorder.in_pair(replays=True):
+                for each in pair:
+                    engine.execute(each)
+            seconds.update(recorder.results[kind])
+        else:
+            before = Counter(seconds)
+            with recorder.record(kind, *micros), recorder.in_pair(replays=False):
+                self.run_pair(pair)
+            recorder.results[kind] = Counter(seconds) - before
+        recorder.pair = ()
+
+
 class ExecutedMicrobatches(NamedTuple):
     """Microbatches of a model chunk whose passes must be executed, not replayed.
 
     Passes of the microbatches in `always` overlap with collectives over the replicas. The
-    microbatches in `once` have the first passes of certain kinds (F, B or BW) for microbatches of
-    their size, and are executed until these passes have been recorded. The forward pass of
+    microbatches in `once` have the first passes of certain kinds (F, B or BW, or a pair of passes,
+    see `name_of`) for microbatches of their size, and are executed until these passes have been
+    recorded. The forward pass of
     microbatch `gathers` waits for updated values (`None`: no pass does).
     """
 
@@ -480,13 +565,14 @@ def microbatches_to_run(
     run: dict[int, ExecutedMicrobatches] = {}
     firsts = {chunk: mb for (op, mb, chunk), *_ in reversed(groups) if op == "F"}
     for group in groups:
-        op, mb, chunk = group[0]
+        op, mb, chunk = group[-1] if is_pair(group) else group[0]
         first = firsts.get(chunk) if gathers else None
         here = run.setdefault(chunk, ExecutedMicrobatches({first} - {None}, {}, first))
-        kind = op, chunk, sizes[mb] if mb >= 0 else 0
+        name = name_of(group, sizes) if is_pair(group) else op
+        kind = name, chunk, sizes[mb] if mb >= 0 else 0
         if group[-1].op == "Reduce" and mb >= 0:
             here.always.add(mb)
         elif op in ("F", "B", "BW") and kind not in found:
-            here.once.setdefault(mb, []).append(op)
+            here.once.setdefault(mb, []).append(name)
         found.add(kind)
     return run

@@ -37,6 +37,7 @@ from hpc3d.predict.simulation.owner_classes import OwnerPeers, owner_classes
 from hpc3d.predict.simulation.replay import (
     GATHERING,
     PassRecorder,
+    ReplayedPairs,
     ReplayedStage,
     microbatches_to_run,
     replayed_blocks,
@@ -361,6 +362,8 @@ def replay_passes(
     if not _begins_idle(config, program, clock):  # its first passes may wait
         for run in chosen.values():
             run.always.update(run.once)
+    if config.parallel.overlap_experts:
+        engine.run_pair = ReplayedPairs(engine, recorder, _microbatch_sizes(config))
     if program.training and not clock.machine.cores and _blocks_are_alike(config):
         for chunk, stage in enumerate(engine.stages):
             stage.blocks = replayed_blocks(stage.blocks, recorder, chunk)

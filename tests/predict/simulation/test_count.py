@@ -64,6 +64,16 @@ d=2 c=4 microbatches=2 zero=1 sequence=16 window=3 global_every=2 kind=llama ffn
 p=2 c=4 schedule=1f1b microbatches=2 sequence=16 context=both ulysses=2 window=3
 """.strip().splitlines()
 
+PAIRS = [
+    f"schedule=dualpipe-v overlap_experts=true {line}"
+    for line in """
+e=2 microbatches=5 experts=4 top_k=2 batch=20 backend=cupy dtype=float32
+d=2 e=2 x=2 microbatches=4 batch=32 zero=1 experts=4 recompute=full prefetch=true bucket_mb=0.001
+p=2 e=2 microbatches=6 experts=4 shared_experts=1 kind=llama ffn=48 batch=24 dropout=0.1
+p=2 d=2 e=2 microbatches=5 zero=3 experts=4 top_k=2 moe_every=2 overlap=false batch=20
+p=2 e=4 microbatches=7 experts=4 batch=28 zero=0 balance_bias=0.01 capacity=1
+""".strip().splitlines()
+]
 # In 16 bits: what is summed, and so the moments of norms and of logits, are in float32.
 NARROW = """
 dtype=float16 microbatches=2
@@ -110,6 +120,7 @@ SMALL, MANY = MORE[:4], [*MORE[4:], *LARGE[::4]]  # ranks
 LINES = [
     *strided([*MIXES, *SMALL], 44, 42),
     *strided(MIXTURES, 9),
+    *strided(PAIRS, 2),
     *strided(NARROW, 9, 1),
     *strided(COMPRESSED, 9),
     *strided(LOCAL, 5),

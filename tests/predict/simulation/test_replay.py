@@ -25,7 +25,7 @@ def pass_recorder(machine=MACHINE):
 def test_replayed_pass_frees_memory_before_it_allocates(freed, taken):
     """800 bytes are released, then 500 are allocated. In none of three passes is the memory above
     its initial value, although it would be in the reverse order."""
-    recorder, micro = pass_recorder(), SimpleNamespace(cache=SimpleNamespace(arrays={}))
+    recorder, micro = pass_recorder(), SimpleNamespace(first=0, cache=SimpleNamespace(arrays={}))
     pool = recorder.mesh.pool
     pool.count(taken, 0)  # neither the order in which kinds came nor that of their names matters
     held = [pool.empty((800,), "u1", freed) for _ in range(3)]
@@ -44,7 +44,7 @@ def test_replayed_pass_frees_memory_before_it_allocates(freed, taken):
 def test_recorded_pass_loses_as_much_time_to_earlier_collectives_as_its_replay():
     """A kernel of 4 us takes twice as long, and one of 8 us loses half of the 10 us."""
     recorder = pass_recorder(replace(MACHINE, contention=2.0))
-    clock, micro = recorder.clock, SimpleNamespace(cache=SimpleNamespace(arrays={}))
+    clock, micro = recorder.clock, SimpleNamespace(first=0, cache=SimpleNamespace(arrays={}))
     for kind, work, takes in (("short", 4, 8), ("long", 8, 13)):
         for record in (recorder.record, recorder.replay):
             begin, clock.occupied = clock.now, clock.now + 10_000

@@ -19,7 +19,7 @@ from hpc3d.predict.simulation.summary import summary
 from hpc3d.trace.schema import CATEGORY, OP, PHASE
 from tests.pipeline.mixes import MIXES, config_of
 from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
-from tests.predict.simulation.test_count import MIXTURES
+from tests.predict.simulation.test_count import MIXTURES, PAIRS
 from tests.strided import strided
 
 TIMES = {"t_start", "t_global", "dur", "posted", "name"}
@@ -61,7 +61,7 @@ def simulated(line):
 
 @pytest.mark.parametrize(
     "line",
-    [*strided(PIPELINES, 28), *strided(REPLAYED, 5), *strided(MIXTURES, 8, 1)],
+    [*strided(PIPELINES, 28), *strided(REPLAYED, 5), *strided(MIXTURES, 8, 1), *PAIRS],
 )
 def test_replayed_passes_equal_executed_ones(line):
     """Compares all values of all rows except times, and the peaks of every kind of memory.

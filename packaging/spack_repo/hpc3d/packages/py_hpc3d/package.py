@@ -24,6 +24,7 @@ class PyHpc3d(PythonPackage):
         depends_on("py-h5py@3.10:")
         depends_on("py-pydantic@2.6:")
         depends_on("py-ml-dtypes@0.4:")
+        depends_on("py-greenlet@3:")
         depends_on("py-bokeh@3.6:")
         depends_on("py-jinja2@3.1:")
         depends_on("py-matplotlib@3.8:")
