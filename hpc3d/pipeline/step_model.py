@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpc3d.pipeline.instruction import COMPUTE, Instruction, Placement, whole
+from hpc3d.pipeline.instruction import COMPUTE, Instruction, Placement, paired, whole
 from hpc3d.pipeline.schedule import find, gpipe, instruction_streams, interleaved, one_f_one_b
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
@@ -24,6 +24,7 @@ from hpc3d.pipeline.zero_bubble import zb_h1, zb_h2, zb_v
 # Sentinels for the index of a pass: _NOWHERE if the input does not come from another
 # stage, and _START if there is no earlier pass on the stage.
 _NOWHERE, _START = -2, -1
+PAIR = "F+BW"  # a forward and a backward pass that run as a pair
 # Numbers of simulated microbatches per stage. The first number is enough to reach the steady
 # state of a schedule, and the second one to measure its period.
 _FILL, _ROUNDS = 4, 4
@@ -108,7 +109,7 @@ class StepModel:
         self.schedule = find(name)
         self.stages, self.micros, self.chunks = stages, micros, chunks
         self.placement = Placement(stages, chunks, self.schedule.v_shaped)
-        self._known: dict[int, tuple[list[tuple[str, int]], np.ndarray]] = {}
+        self._known: dict[tuple[int, bool], tuple[list[tuple[str, int]], np.ndarray]] = {}
 
     @cached_property
     def messages(self) -> list[int]:
@@ -131,6 +132,7 @@ class StepModel:
         saved: Sequence[float],
         weight_inputs: Sequence[float],
         gradient: float = 0.0,
+        pairs: bool = False,
     ) -> list[tuple[tuple[str, int], float]]:
         """Return the number of bytes saved on a stage when its memory use may peak.
 
@@ -142,18 +144,21 @@ class StepModel:
         gradient : float
             Bytes of an input gradient, which may still be in flight to the previous stage after
             the first backward pass.
+        pairs : bool
+            True if adjacent forward and backward passes run in pairs (`instruction.is_pair`).
 
         Returns
         -------
         list
             Pairs ((op, chunk) of a pass, bytes).  Only passes at whose start the memory use may
-            peak are included.
+            peak are included.  For two passes that run as a pair, `op` is PAIR, and `chunk` is
+            that of the forward pass.
         """
-        kinds, states = self._fullest_moments(stage)
+        kinds, states = self._fullest_moments(stage, pairs)
         nbytes = states @ np.array([*saved, *weight_inputs, gradient])
         return [*zip(kinds, nbytes.tolist(), strict=True)]
 
-    def _fullest_moments(self, stage):
+    def _fullest_moments(self, stage, pairs):
         """Return the passes, as (op, chunk) pairs, before which memory use may peak.
 
         Also returns an array with the numbers of blocks that are saved at the start of each of
@@ -163,19 +168,21 @@ class StepModel:
         # first 4 * stages microbatches.
         most = 4 * self.stages
         if self.micros > most and not self.schedule.keeps_all:
-            return self._of(most)._fullest_moments(stage)
-        if stage not in self._known:
-            self._known[stage] = self._moments_of(stage)
-        return self._known[stage]
+            return self._of(most)._fullest_moments(stage, pairs)
+        if (stage, pairs) not in self._known:
+            self._known[stage, pairs] = self._moments_of(stage, pairs)
+        return self._known[stage, pairs]
 
-    def _moments_of(self, stage):
+    def _moments_of(self, stage, pairs):
         passes = whole(self.schedule.stream(stage, self.placement, self.micros, 1))
         states = _kept(passes, self.chunks).reshape(1 + len(passes), -1)
         backward = np.cumsum([0, *(op in ("B", "BW") for op, *_ in passes)]) > 0
         states = np.column_stack([states, backward])
         rows: dict[tuple[str, int], list[int]] = {}
-        for number, (op, _, chunk) in enumerate(passes):
-            rows.setdefault((op, chunk), []).append(number)
+        number = 0
+        for (op, _, chunk), *others in paired(passes) if pairs else zip(passes):
+            rows.setdefault((PAIR if others else op, chunk), []).append(number)
+            number += 1 + len(others)
         fullest = {kind: _fullest(states[numbers]) for kind, numbers in rows.items()}
         kinds = [kind for kind, found in fullest.items() for _ in found]
         return kinds, np.concatenate([*fullest.values()])

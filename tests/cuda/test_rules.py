@@ -216,6 +216,7 @@ x=2 y=2 schedule=none microbatches=2 layers=1 scheme=2d-summa
 x=2 y=2 z=2 schedule=none microbatches=1 layers=1 scheme=3d-broadcast
 e=2 c=2 schedule=none microbatches=1 layers=1 sequence=8 experts=4 top_k=2 capacity=2
 e=2 d=2 schedule=none microbatches=2 layers=1 zero=1 experts=4 balance_bias=0.01 optimizer=muon
+e=2 schedule=dualpipe-v microbatches=2 layers=2 experts=4 overlap_experts=true prefetch=true
 """.strip().splitlines()
 ONE_GRAPHS = [line.replace("capacity=0", "capacity=2") for line in LINES[:-1]]
 

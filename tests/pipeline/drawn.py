@@ -284,11 +284,21 @@ def recomputations(draw, layers):
 
 
 @st.composite
+def pairs(draw, model, mesh):
+    """Draw the words of a schedule with passes that alternate while experts exchange tokens."""
+    rows = model["batch"] // prod(size for axis, size in mesh.items() if axis not in "pc")
+    counts = [n for n in range(2 * mesh["p"], 7) if rows % n == 0] if draw(MOST) else []
+    micros = draw(st.sampled_from(counts or [3]))
+    return {"overlap_experts": "true", "schedule": "dualpipe-v", "microbatches": micros}
+
+
+@st.composite
 def layouts(draw, model):
     """Draw the words of the mesh and of [parallel] for a model."""
     way, axes = draw(ways(model))
     mesh = draw(meshes(model, axes))
-    schedule = draw(schedules(model, mesh))
+    alternating = mesh.get("e", 1) > 1 and draw(st.booleans())
+    schedule = draw(pairs(model, mesh) if alternating else schedules(model, mesh))
     zeros = [0, 1] if "compression" in model and draw(MOST) else [0, 1, 2, 3]
     if "own" in str(way) and draw(MOST):
         zeros = [zero for zero in zeros if zero != 2]
@@ -308,7 +318,7 @@ def layouts(draw, model):
         words["shard"] = draw(st.sampled_from(sizes))
     if draw(SELDOM):
         words["order"] = " ".join(draw(st.permutations("pdcexyz")))
-    if draw(st.booleans()):
+    if draw(st.booleans()) and not alternating:
         words |= draw(offloads(model, schedule["schedule"]))
     words |= draw(st.sampled_from(OVERLAPS))
     if "product_dtype" in model or any(word in str(way) for word in WHOLE):

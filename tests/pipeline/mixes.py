@@ -156,6 +156,7 @@ d=2 e=2 schedule=none microbatches=2 zero=1 experts=4 top_k=2 balance_bias=0.01
 e=2 x=2 y=2 z=2 schedule=none microbatches=3 experts=4 top_k=2 capacity=1
 p=2 e=2 x=2 z=2 schedule=1f1b microbatches=3 experts=4 kind=llama ffn=48 top_k=2 moe_every=2
 p=2 d=2 e=2 schedule=dualpipe-v microbatches=4 zero=1 experts=4 bucket_mb=0.01 balance_bias=0.01
+p=2 e=2 x=2 schedule=dualpipe-v microbatches=6 zero=1 experts=4 overlap_experts=true prefetch=true
 d=2 e=2 x=2 schedule=none microbatches=2 zero=2 experts=4 capacity=0 recompute='["mlp_act"]'
 d=2 e=2 y=2 schedule=none microbatches=2 zero=3 experts=4 shared_experts=1 hidden=30 heads=6
 e=3 x=4 schedule=none batch=12 microbatches=1 scheme=1d experts=6 kind=llama kv_heads=2 ffn=48

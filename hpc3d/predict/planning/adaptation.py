@@ -1,11 +1,11 @@
-"""Variants of the best layouts of a search: uneven layers, hybrid sharding, prefetch, buckets.
+"""Variants of the best layouts of a search: uneven layers, hybrid sharding, overlap, buckets.
 
 The variants are tried last and only for the best layouts, because they improve a good layout only
 slightly. layer_counts.py uses the schedule simulator to find the best number of layers on each
 stage, also for layouts that do not fit in memory with an equal number of layers per stage. The
 buckets that are tried hold the gradients of 1, 2, 4, ... layers. A hybrid sharding group contains
-at least the ranks of one host. Variants with groups or prefetching have the lowest ZeRO stage and
-the least recomputation with which they fit in memory.
+at least the ranks of one host. Variants with groups, prefetching or overlapping passes have the
+lowest ZeRO stage and the least recomputation with which they fit in memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.comm.grid import divisors
 from hpc3d.comm.mesh import DATA
-from hpc3d.pipeline.schedule import find
+from hpc3d.pipeline.schedule import PAIRED, find
 from hpc3d.pipeline.timeline import Cost
 from hpc3d.predict.planning.candidates import Candidates, TimedCandidate, seconds_of
 from hpc3d.predict.planning.layer_counts import LayerCounts, LayerPipeline
-from hpc3d.predict.planning.layouts import MemoryOption
+from hpc3d.predict.planning.layouts import MemoryOption, microbatches
 from hpc3d.predict.planning.pass_costs import StageContent
 from hpc3d.predict.planning.peak import contents, model_of, stage_bytes, stage_content
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _FEW = 6  # maximum number of layouts for which uneven layers are tried
 _SCHEDULES = 3  # maximum number of schedules per candidate
 _LESS = 2  # maximum number of variants with lower memory savings to try with uneven layers
+_COUNTS = 2  # maximum number of microbatch counts for which an overlap is tried
 _PASSES = 12_000_000  # maximum number of simulated passes, summed over all layouts
 _WORTH = 0.01  # minimum relative reduction of the step time that justifies non-default keys
 _BUCKETS = 6  # maximum number of bucket sizes to try
@@ -240,6 +241,22 @@ def with_prefetch(candidates: Candidates, config: Config) -> list[Estimate]:
     if not _communicates_weights(config):
         change["zero"] = 2
     return _changed(candidates, config, [change])
+
+
+def with_overlap(candidates: Candidates, config: Config) -> list[Estimate]:
+    """Estimate a layout that overlaps the all-to-alls of experts with other passes.
+
+    The overlap requires the schedule dualpipe-v, with at least two microbatches per stage. Returns
+    the estimates that may fit, fastest first.
+    """
+    parallel, least = config.parallel, 2 * config.mesh.p
+    moved = {*parallel.offload} - {"optimizer"}
+    if parallel.overlap_experts or moved or config.mesh.e == 1 or least > config.model.layers:
+        return []
+    counts = (count for count in microbatches(config, candidates.ranks) if count >= least)
+    change = {"overlap_experts": True, "schedule": PAIRED, "chunks": 2, "layers_per_stage": None}
+    changes = (change | {"microbatches": count} for count in islice(counts, _COUNTS))
+    return _changed(candidates, config, changes)
 
 
 def _changed(

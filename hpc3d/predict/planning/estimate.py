@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpc3d.comm.mesh import COPIES
+from hpc3d.comm.mesh import COPIES, EXPERTS
 from hpc3d.pipeline.schedule import find
 from hpc3d.pipeline.step_model import StageTimes, reduced
 from hpc3d.pipeline.timeline import Cost
@@ -153,6 +153,8 @@ class Estimator:
         """Return the StageWork of each StageContent, including the CPU time for messages."""
         split = find(config.parallel.schedule).splits_backward
         works = [work_of(parts, content, split) for content in contents]
+        if config.parallel.overlap_experts:
+            works = [StageWork(*(self._paired(config, each) for each in work)) for work in works]
         if not self.machine.cores:
             return works
         handled, found = self.costs.handled(config, parts.block), []
@@ -160,6 +162,17 @@ class Estimator:
             calls = handled * count
             found.append(StageWork(calls + work.forward, calls + work.backward, work.weight))
         return found
+
+    def _paired(self, config: Config, work: Pass) -> Pass:
+        """Return the cost of a pass whose all-to-alls of experts overlap with another pass.
+
+        The cost is the mean over all passes, some of which are not in pairs.
+        """
+        stages, micros = config.mesh.p, config.parallel.microbatches
+        waits = work.waits[EXPERTS]
+        share = max(0.0, 1 - (2.5 * stages - 0.5) / (2 * micros)) / self.machine.contention
+        hidden = share * min(waits, work.seconds - waits)
+        return _without(work, Counter({EXPERTS: hidden}))
 
     def _ends(self, config, parts, slowdown=1.0):
         """Simulate the schedule; return the end time of each stage's last pass in seconds."""

@@ -140,6 +140,7 @@ def bare(config: Config) -> Config:
         recompute="none",
         keep_gathered=True,
         schedule="none",
+        overlap_experts=False,
     )
     return replace(config, mesh=MeshConfig(order=order, transport=transport), parallel=parallel)
 

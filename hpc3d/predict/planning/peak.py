@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.pipeline.gradient_buckets import UNITS_IN_FLIGHT
 from hpc3d.pipeline.schedule_bound import StageMemory
-from hpc3d.pipeline.step_model import step_model
+from hpc3d.pipeline.step_model import PAIR, step_model
 from hpc3d.predict.planning.pass_costs import NOTHING, Pass, StageContent
 
 if TYPE_CHECKING:
@@ -169,13 +169,11 @@ def stage_bytes(
     works = [work_of(parts, each, split) for each in chunks]
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
-    moments = model.held(number, forward, inputs)
-    fused = split and "BW" in {op for (op, _), _ in moments}
+    moments = model.held(number, forward, inputs, pairs=parallel.overlap_experts)
+    fused = split and not {"BW", PAIR}.isdisjoint(op for (op, _), _ in moments)
     wholes = [work_of(parts, each, False) for each in chunks] if fused else works
-    moments = [
-        (saved, (wholes if op == "BW" else works)[chunk][_PASS[op]].peak + blocks)
-        for (op, chunk), saved in moments
-    ]
+    peaks = {kind: _peak(chunks, works, wholes, kind) for kind, _ in moments}
+    moments = [(saved, peaks[kind] + blocks) for kind, saved in moments]
     # The update, or the start of the next forward pass, holds at most two gathered buckets.
     # Gradient reductions overlap with the last backward pass.
     early, most = _reduced(sample, config, content)
@@ -196,6 +194,25 @@ def _part_in_flight(config: Config, gradient: float) -> float:
     """
     count, every = buckets(gradient, config.parallel.bucket_bytes), config.parallel.local_steps
     return min(1.0, (max(1.0, count / max(1, every)) + 1) / max(1, count))
+
+
+def _peak(
+    chunks: Sequence[StageContent],
+    works: Sequence[StageWork],
+    wholes: Sequence[StageWork],
+    kind: tuple[str, int],
+) -> float:
+    """Return the peak memory of a pass or a pair of passes, whose `kind` is (op, chunk).
+
+    In a pair, the backward pass is that of the other chunk. When the forward pass saves the
+    activations of a mixture of experts, the backward pass frees those of another one.
+    """
+    op, chunk = kind
+    if op != PAIR:
+        return (wholes if op == "BW" else works)[chunk][_PASS[op]].peak
+    forward, mixtures = works[chunk].forward, chunks[chunk].mixtures or chunks[chunk].layers
+    freed = forward.left * (1 - 1 / max(1, mixtures))
+    return forward.peak - freed + wholes[1 - chunk].backward.peak
 
 
 def stage_memory(

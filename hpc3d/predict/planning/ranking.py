@@ -16,6 +16,7 @@ from hpc3d.predict.planning.adaptation import (
     gains,
     with_groups,
     with_other_buckets,
+    with_overlap,
     with_prefetch,
 )
 from hpc3d.predict.planning.bounds import kind
@@ -279,7 +280,7 @@ class Ranking:
         At least the first one has been simulated.
         """
         self.simulate()
-        for variants in (with_groups, with_prefetch, with_other_buckets):
+        for variants in (with_groups, with_prefetch, with_overlap, with_other_buckets):
             self.try_variants(variants)
         fitting = [each for each in self.found.timed if each.fits]
         while True:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpc3d.config.pipeline_rules import wrong_pipeline
 from hpc3d.predict.machine.machine import Link
 from hpc3d.predict.planning.adaptation import (
     bucket_sizes,
@@ -14,6 +15,7 @@ from hpc3d.predict.planning.adaptation import (
     uneven,
     with_groups,
     with_other_buckets,
+    with_overlap,
     with_prefetch,
 )
 from hpc3d.predict.planning.bounds import Candidate
@@ -224,6 +226,36 @@ def test_estimates_of_prefetch_are_close_to_simulations(line):
     assert best.seconds == pytest.approx(seconds, rel=0.1)
     assert best.peak == pytest.approx(peak, rel=0.1)
     assert seconds < 0.97 * step(config, PAIRS, 4096)[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "counts"),
+    [
+        ("e=8", [2, 4]),
+        ("p=2 e=4 schedule=zb-v microbatches=4", [4, 8]),
+        ("p=4 e=2 schedule=1f1b microbatches=4", []),  # a layer per model chunk
+        ("e=8 offload=['parameters']", []),
+        ("d=8", []),
+    ],
+)
+def test_overlap_of_experts_is_tried_with_two_microbatches_per_stage(line, counts):
+    config = settled(f"{TINY} model.experts=8 {line}")
+    found = with_overlap(Candidates(Estimator(4096, SLOW), 8, 16 * GB), config)
+    assert sorted(each.config.parallel.microbatches for each in found) == counts
+    for each in found:
+        assert each.config.parallel.overlap_experts
+        assert not [*wrong_pipeline(each.config)]
+
+
+@pytest.mark.parametrize("line", ["e=8", "d=2 e=4 zero=1"])
+def test_estimates_of_overlapping_experts_are_close_to_simulations(line):
+    config = settled(f"{TINY} model.experts=8 {line}")
+    best, *_ = with_overlap(Candidates(Estimator(4096, PAIRS), 8, 16 * GB), config)
+    seconds, peak = step(best.config, PAIRS, 4096)
+    assert best.seconds == pytest.approx(seconds, rel=0.1)
+    assert best.peak == pytest.approx(peak, rel=0.1)
+    parallel = replace(best.config.parallel, overlap_experts=False)
+    assert seconds < 0.97 * step(replace(best.config, parallel=parallel), PAIRS, 4096)[0]
 
 
 def test_small_gain_does_not_justify_a_key():

@@ -84,6 +84,9 @@ e=8 model.moe_every=2 train.backend=cupy train.dtype=bfloat16
 p=4 e=2 schedule=1f1b microbatches=8 model.moe_every=2 model.capacity=0 model.top_k=2
 p=4 d=2 schedule=1f1b microbatches=8 layers_per_stage=[0,2,1,1] model.moe_every=2 zero=1
 p=4 e=2 schedule=zb-h1 zero=2 microbatches=8 model.moe_every=3 model.layers=8
+e=8 schedule=dualpipe-v microbatches=4 overlap_experts=true train.backend=cupy
+e=4 x=2 schedule=dualpipe-v microbatches=4 overlap_experts=true recompute=full
+p=2 e=2 x=2 schedule=dualpipe-v microbatches=4 overlap_experts=true train.backend=cupy
 """.strip().splitlines()
 ]
 

@@ -53,6 +53,8 @@ d=8 microbatches=8 reduce_dtype=bfloat16
 p=2 d=4 zero=1 schedule=1f1b microbatches=8
 p=2 d=4 zero=1 schedule=interleaved chunks=3 microbatches=8
 d=4 c=2 zero=1 microbatches=8
+e=8 schedule=dualpipe-v microbatches=4 model.experts=8 overlap_experts=true
+p=2 e=4 schedule=dualpipe-v microbatches=8 model.experts=8 overlap_experts=true
 """.strip().splitlines()
 ]
 
