@@ -79,8 +79,9 @@ mixture contains parameters, active, blocks, group, slots and capacity. If the m
 the errors of published steps with a similar layout, interval contains layout, steps, low_s and
 high_s. For GPUs, cuda_graph states what the CUDA graph of the step contains, or why it has none.
 With local updates, step_time_s is a mean. The key agreement contains every, the interval in steps,
-sync, and the step time step_s and the bytes of a step in which the workers agree. A stale agreement
-overlaps with every steps, of which this is the last one; bytes contains its bytes in all of them"""
+sync, and the step time step_s and the bytes of a step in which the workers agree. A stale
+agreement overlaps with every steps, of which this is the last one; bytes contains its bytes in all
+of them"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -249,10 +249,7 @@ def run(
     for number in range(_SECOND + 1):
         of = peers.rank + 1, config.mesh.p, number + 1, _SECOND + 1
         log.info("simulating stage %d of %d, step %d of %d", *of)
-        ledger.clear()
-        lost = clock.elapse(overlap.length, overlap.busy) if overlap and number else 0
-        busy, wired = clock.busy, clock.wired
-        trainer.step(number)
+        lost, busy, wired = _simulate_step(trainer, number, clock, overlap)
     axes = [group["axis"] for group in ledger.header["groups"]]
     memory = [row for row in ledger.memory if row[1] == _SECOND]
     rank, step, begin, *others = ledger.steps[-1]
@@ -266,13 +263,28 @@ def run(
         peak=dict(mesh.pool.peak),
         tables=_bytes_of_tables(trainer.parameters),
         logits=logits,
-        busy=clock.busy - busy,
-        wired=clock.wired - wired,
+        busy=busy,
+        wired=wired,
         ranks=owners.count if owners else mesh.ranks // config.mesh.p,
         account=dict(ledger.account),
         saved=_saved_by(passes),
     )
     return done._replace(peak=_peak_during(trainer, overlap.steps)) if overlap else done
+
+
+def _simulate_step(
+    trainer: Trainer, number: int, clock: Clock, overlap: Overlap | None
+) -> tuple[int, int, int]:
+    """Simulate step `number`.
+
+    Returns the time that an earlier stale agreement delays it, and how long the device and the
+    links are busy.
+    """
+    trainer.mesh.trace.clear()
+    lost = clock.elapse(overlap.length, overlap.busy) if overlap and number else 0
+    busy, wired = clock.busy, clock.wired
+    trainer.step(number)
+    return lost, clock.busy - busy, clock.wired - wired
 
 
 def _peak_during(trainer: Trainer, steps: int) -> dict[str, int]:
