@@ -250,14 +250,13 @@ def run(
         of = peers.rank + 1, config.mesh.p, number + 1, _SECOND + 1
         log.info("simulating stage %d of %d, step %d of %d", *of)
         lost, busy, wired = _simulate_step(trainer, number, clock, overlap)
-    axes = [group["axis"] for group in ledger.header["groups"]]
     memory = [row for row in ledger.memory if row[1] == _SECOND]
     rank, step, begin, *others = ledger.steps[-1]
     done = StageRun(
         rank=mesh.rank,
         events=ledger.trace_rows(),
         names=[*ledger.strings],
-        axes=axes,
+        axes=[group["axis"] for group in ledger.header["groups"]],
         step=(rank, step, begin - lost, *others),
         memory=memory,
         peak=dict(mesh.pool.peak),
