@@ -64,6 +64,13 @@ class SeedGroup(NamedTuple):
         """Return all runs of the group."""
         return [index for runs in self.seeds.values() for index in runs]
 
+    @property
+    def size(self) -> str:
+        """Return the number of seeds, and of runs if a seed has several; "" for a single run."""
+        seeds, runs = len(self.seeds), len(self.runs)
+        parts = [f"{seeds} seeds"] * (seeds > 1) + [f"{runs} runs"] * (runs > seeds)
+        return ", ".join(parts)
+
     def samples(self, seconds: Sequence[np.ndarray]) -> _Samples:
         """Return the times of each run of each sample, where `seconds` has one array per run."""
         several = len(self.seeds) > 1
@@ -97,7 +104,7 @@ def seed_groups(
         label = labels[group.runs[0]]
         if len(group.runs) > 1:
             equal = [known[other] for other, name in names.items() if name == names[key]]
-            label = f"{', '.join([names[key], *_differing(known[key], equal)])} ({_size(group)})"
+            label = f"{', '.join([names[key], *_differing(known[key], equal)])} ({group.size})"
         groups[key] = group._replace(label=label)
     return [*groups.values()]
 
@@ -107,13 +114,6 @@ def _differing(settings: _Row, groups: Sequence[_Row]) -> Iterator[str]:
     for key, value in settings.items():
         if any(other.get(key) != value for other in groups):
             yield f"{key.rpartition('.')[2]}={value}"
-
-
-def _size(group: SeedGroup) -> str:
-    """Describe the number of seeds, and of runs if a seed has several runs."""
-    seeds, runs = len(group.seeds), len(group.runs)
-    parts = [f"{seeds} seeds"] * (seeds > 1) + [f"{runs} runs"] * (runs > seeds)
-    return ", ".join(parts)
 
 
 def with_references(groups: Sequence[SeedGroup], runs: Sequence[_Row]) -> list[SeedGroup]:

@@ -121,8 +121,11 @@ class LoadMaps(NamedTuple):
 
 
 def averaged(runs: Sequence[RunAnalysis], groups: Sequence[SeedGroup]) -> list[RunAnalysis]:
-    """Return one run per group of seeds, with the mean losses and the rank tables of its runs."""
-    found = []
+    """Return one run per group of seeds, with the mean losses and the rank tables of its runs.
+
+    If all groups have the same number of runs, their labels omit it. See `common_size`.
+    """
+    found, size = [], common_size(groups)
     for group in groups:
         members = [runs[index] for index in group.runs]
         if len(members) == 1:
@@ -134,8 +137,15 @@ def averaged(runs: Sequence[RunAnalysis], groups: Sequence[SeedGroup]) -> list[R
         }
         tables["ranks"] = [row for run in members for row in run.tables["ranks"]]
         tables = members[0].tables | tables | {"attempts": []}
-        found.append(replace(members[0], label=group.label, tables=tables))
+        label = group.label.removesuffix(f" ({size})")
+        found.append(replace(members[0], label=label, tables=tables))
     return found
+
+
+def common_size(groups: Sequence[SeedGroup]) -> str:
+    """Return the size of all groups, such as "3 seeds", or "" if they differ."""
+    sizes = {group.size for group in groups}
+    return sizes.pop() if len(sizes) == 1 else ""
 
 
 def _mean_losses(tables):

@@ -21,7 +21,6 @@ _RESUMED = (
     "Each dashed vertical line marks a resumption of the run. Its label names the attempt and, if"
     " it changed, the layout."
 )
-_SEEDS = "The curve of a group of seeds is the mean, and the band is the range of its runs."
 
 
 class Picture(NamedTuple):
@@ -36,14 +35,19 @@ class Picture(NamedTuple):
 def of_runs(report: Report) -> Iterator[Picture]:
     """Yield the figures that compare runs. For a single run, yield only the loss figure."""
     tables, runs = report.tables, charts.averaged(report.runs, report.groups)
+    size = charts.common_size(report.groups)
+    group = f"a group ({size})" if size else "a group of seeds"
     if any(map(any_loss, runs)):
         chart = charts.loss(runs)
-        captions = [_RESUMED] * bool(chart.marks) + [_SEEDS] * bool(chart.bands)
+        captions = [_RESUMED] if chart.marks else []
+        if chart.bands:
+            seeds = "is the mean, and the band is the range of its runs"
+            captions.append(f"The curve of {group} {seeds}.")
         yield Picture("loss", "Loss by training step", " ".join(captions), chart)
     if tables["scaling"]:
         caption = (
-            "Step time breakdown, averaged over steps, ranks, and the runs of a group. These means"
-            " differ from the median step times in the tables and in the verdict."
+            f"Step time breakdown, averaged over steps, ranks, and the runs of {group}. These"
+            " means differ from the median step times in the tables and in the verdict."
         )
         yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
     if tables["scaling"] and (speedup := charts.speedup(tables["scaling"])):

@@ -11,6 +11,7 @@ from functools import partial, singledispatch
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,8 +77,7 @@ def empty(
 def draw(chart: object, width: float | None = None) -> Figure:
     """Return the figure of a chart, as `sized` does."""
     if isinstance(chart, Bars):
-        limit = _longest(width)
-        chart = chart._replace(labels=[_shortened(label, limit) for label in chart.labels])
+        chart = chart._replace(labels=_wrapped(chart.labels, _longest(width)))
     if isinstance(chart, Panels) and width:
         chart = chart._replace(width=width)
     loc = "lower center" if isinstance(chart, Panels) else "upper left"
@@ -90,7 +90,8 @@ def sized(
     """Return the figure that `drawn` returns, drawn with matplotlib's default style.
 
     If `width` is given, the figure has this width in inches. In narrow figures, the text is
-    smaller, and long names are shortened. `loc` is the location of a legend outside the panels.
+    smaller, and long names are wrapped or shortened. `loc` is the location of a legend outside the
+    panels.
     """
     from matplotlib import rc_context
 
@@ -100,8 +101,10 @@ def sized(
             before, height = figure.get_size_inches()
             figure.set_size_inches(width, height * (width / before) ** 0.5)
         legends = [panel.get_legend() for panel in figure.axes] + figure.legends
-        for text in [text for legend in legends if legend for text in legend.get_texts()]:
-            text.set_text(_shortened(text.get_text(), _longest(width) * 3 // 2))
+        for texts in [legend.get_texts() for legend in legends if legend]:
+            names = _wrapped([text.get_text() for text in texts], _longest(width) * 3 // 2)
+            for text, name in zip(texts, names, strict=True):
+                text.set_text(name)
         for legend in [*figure.legends]:
             _fit(legend, figure, loc=f"outside {loc}")
     return figure
@@ -114,6 +117,27 @@ def _scale(width):
 def _longest(width):
     """Return the maximum number of characters of a bar label."""
     return int(_LENGTH * _scale(width) ** 1.5)
+
+
+def _wrapped(names: Sequence[str], limit: int) -> list[str]:
+    """Wrap long names into two lines of `limit` characters; names that differ remain different.
+
+    If a name is too long, parts that all names contain are removed first, such as a common mesh.
+    The middle of names that are still too long is replaced by dots, unless the results are equal.
+    """
+    if max(map(len, names), default=0) <= limit:
+        return [*names]
+    parts = [name.split(", ") for name in names]
+    rest = [[part for part in own if not all(part in each for each in parts)] for own in parts]
+    kept = [", ".join(each) for each in (rest if all(rest) else parts)]
+    found = [_lines_of(_shortened(name, 2 * limit - 3), limit) for name in kept]
+    return found if len({*found}) == len({*names}) else [_lines_of(name, limit) for name in names]
+
+
+def _lines_of(name, limit):
+    """Break a name into lines, preferably after a comma."""
+    parts = [part if len(part) > limit else part.replace(" ", "\xa0") for part in name.split(", ")]
+    return fill(", ".join(parts), limit, break_on_hyphens=False).replace("\xa0", " ")
 
 
 def _shortened(name, limit):
@@ -214,7 +238,8 @@ def _bars(chart: Bars):
 
 
 def _horizontal_bars(chart):
-    figure, (panel,) = empty(WIDTH, 1.1 + 0.26 * len(chart.labels))
+    lines = max((label.count("\n") + 1 for label in chart.labels), default=1)
+    figure, (panel,) = empty(WIDTH, 1.1 + (0.08 + 0.18 * lines) * len(chart.labels))
     left, rows = np.zeros(len(chart.labels)), range(len(chart.labels))
     for part, (color, values) in chart.parts.items():
         panel.barh(rows, values, left=left, color=color, label=_escaped(part))

@@ -82,6 +82,9 @@ def seed(name, *losses, compute_s=1.0):
 def test_groups_of_seeds_have_one_curve_with_a_band_and_one_bar():
     runs = [seed("a, 1", 5.0, 3.0, 2.0), seed("b", 4.0, 2.0), seed("a, 2", 7.0, 2.0, compute_s=3)]
     groups = [SeedGroup("a (2 seeds)", {1: [0], 2: [2]}), SeedGroup("b", {1: [1]})]
+    pairs = [groups[0], SeedGroup("b (2 seeds)", {1: [1], 2: [1]})]
+    assert [run.label for run in charts.averaged(runs, pairs)] == ["a", "b"]
+    assert (charts.common_size(pairs), charts.common_size(groups)) == ("2 seeds", "")
     drawn = charts.averaged(runs, groups)
     chart, bars = charts.loss(drawn), charts.runs(drawn)
     assert chart.lines == {"a (2 seeds)": ([0, 1], [6.0, 2.5]), "b": ([0, 1], [4.0, 2.0])}

@@ -181,7 +181,7 @@ def test_pdf_figure_has_the_width_and_its_fonts(tmp_path):
     assert b"/Subtype /Image" not in data, "vectors"
 
 
-def test_narrow_bar_chart_shows_its_complete_legend_and_the_ends_of_its_labels():
+def test_narrow_bar_chart_shows_its_complete_legend_and_the_differences_of_its_labels():
     parts = {f"part {n} of the step": ("red", [1.0, 2.0]) for n in range(7)}
     labels = ["a name that is too long, 1", "a name that is too long, 2"]
     figure = draw(Bars("", "time", labels, parts, horizontal=True), width=2.4)
@@ -191,7 +191,44 @@ def test_narrow_bar_chart_shows_its_complete_legend_and_the_ends_of_its_labels()
     assert legend.get_window_extent().xmax <= figure.bbox.xmax
     assert figure.get_size_inches()[0] == 2.4
     ticks = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
-    assert [tick[-3:] for tick in ticks] == [", 1", ", 2"] and max(map(len, ticks)) < 22
+    assert ticks == ["1", "2"]
+
+
+def shown(labels, width=84 / 25.4):
+    figure = draw(Bars("", "time", labels, {"a": ("red", [1.0] * len(labels))}, True), width)
+    height, panel = figure.get_size_inches()[1], figure.axes[0]
+    return [tick.get_text() for tick in panel.get_yticklabels()], height
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (
+            ["3d, x=2 y=2 z=2, hidden=32 (3 seeds)", "1d, x=8"],
+            "3d, x=2 y=2 z=2,\nhidden=32 (3 seeds)",
+        ),
+        (["3d, hidden=32, x=2 y=2 z=2", "1d, hidden=32, x=8 y=1 z=1 c=1"], "3d, x=2 y=2 z=2"),
+        (["a" * 60, "a" * 30], "a" * 23 + "...\n" + "a" * 23),
+        (
+            [f"{'a' * 30}{number}{'a' * 30}" for number in (1, 2)],
+            "a" * 26 + "\naaaa1" + "a" * 21 + "\n" + "a" * 9,
+        ),
+    ],
+)
+def test_long_names_are_wrapped_and_remain_different(labels, names):
+    found, height = shown(labels)
+    assert found[0] == names and found[0] != found[1]
+    assert (height > shown(["a", "b"])[1]) == ("\n" in names)
+    assert max(len(line) for name in found for line in name.splitlines()) <= 26
+
+
+def test_entries_of_a_narrow_legend_remain_different():
+    labels = [f"3d, x=2 y=2 z=2, hidden={size} (3 seeds)" for size in (32, 64)]
+    runs = [Run(label, (3.5, 3.25), [(1, 3.5)]) for label in labels] + [Run("1d", (3.5, 3.25))]
+    (legend,) = draw(charts.loss(runs), 84 / 25.4).legends
+    names = [text.get_text() for text in legend.get_texts()]
+    wrapped = [f"{label},\nvalidation" for label in labels]
+    assert names == [*labels, "1d", *wrapped]
 
 
 def test_legend_of_many_curves_names_the_first_ones_above_the_panel():
