@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc3d.config.argument_types import number_of_ranks, positive, size
-from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine, input_of
+from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine, input_of, machine_in_words
 from hpc3d.console.command_line import Parser, readable_time, run
 from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.pipeline.schedule import SEARCH
@@ -140,7 +140,8 @@ def _techniques(options: Namespace, overrides: Sequence[str]) -> None:
     rows = [each.plain(found[0]) for each in found]
     config = load_resolved(options.input, overrides, options.ranks)
     ranks = counted(options.ranks, "rank")
-    print(f"{ranks} of {machine.name}; each row changes one key of {options.input}:")
+    named = machine_in_words(machine.name, options.machine)
+    print(f"{ranks} of {named}; each row changes one key of {options.input}:")
     print(sanitized(shown_layout(config)), end="\n\n")
     print(f"{'change':<34}{'memory':>14}{'received':>22}{'step':>22}")
     for number, row in enumerate(rows):
@@ -181,7 +182,8 @@ def _schedule(options: Namespace, overrides: Sequence[str]) -> None:
     memory = options.memory or machine.memory_gb * 1e9
     planned = plan_schedule(options.input, overrides, options.ranks, machine, memory)
     found, plain = planned.found, planned.plain()
-    print(f"{counted(options.ranks, 'rank')} of {machine.name}, {gigabytes(memory)} each:")
+    named = machine_in_words(machine.name, options.machine)
+    print(f"{counted(options.ranks, 'rank')} of {named}, {gigabytes(memory)} each:")
     print(sanitized(shown_layout(planned.config)), end="\n\n")
     print("schedule            step    memory")
     for name, step in ((planned.config.parallel.schedule, planned.before), (SEARCH, planned.step)):
@@ -237,7 +239,8 @@ def _report(
     if options.apply:
         _apply(options.apply, config, best[0].config, options.ranks)
     machine = ranking.machine.name
-    print(f"{counted(options.ranks, 'rank')} of {machine}, {gigabytes(memory)} each")
+    named_machine = machine_in_words(machine, options.machine)
+    print(f"{counted(options.ranks, 'rank')} of {named_machine}, {gigabytes(memory)} each")
     print(*lines(settled), "", sep="\n")
     if resorted:
         print(*map(sanitized, _resort_lines(resorted)), "", sep="\n")

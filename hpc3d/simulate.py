@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc3d.config.argument_types import integer, number_of_ranks, real
-from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine, input_of, refuse_model
+from hpc3d.config.package_data import (
+    DEFAULT_MACHINE,
+    default_machine,
+    input_of,
+    machine_in_words,
+    refuse_model,
+)
 from hpc3d.console.command_line import Parser, readable_time, run
 from hpc3d.console.sanitize import Problems, counted, sanitized
 from hpc3d.pipeline.csv_schedule import to_csv
@@ -139,7 +145,7 @@ def _step(options, overrides):
         kept.append(_keep_beside(folder, step.runs, step.summary))
     if options.out:
         kept.append(f"written to {step.keep(options.out)}")
-    _print_step(step.config, step.summary, "" if options.machine else " (the default machine)")
+    _print_step(step.config, step.summary, options.machine)
     for line in kept:
         print(f"\n{sanitized(line)}")
     if options.json:
@@ -165,13 +171,14 @@ def _keep_beside(folder, runs, found):
     return f"the prediction was added to {trace}; to compare, run python -m hpc3d.report {folder}"
 
 
-def _print_step(config, found, chosen):
+def _print_step(config, found, machine):
     from hpc3d.predict.assumptions import lines
     from hpc3d.predict.error_intervals import described
 
     sizes = " ".join(f"{axis}={size}" for axis, size in config.sizes().items() if size > 1)
     ranks = counted(found["ranks"], "rank")
-    print(f"{ranks} of {found['machine']}{chosen}: {sizes or 'serial'}, ", end="")
+    named = machine_in_words(found["machine"], machine)
+    print(f"{ranks} of {named}: {sizes or 'serial'}, ", end="")
     print(sanitized(f"{config.parallel.way}, schedule {config.parallel.schedule}"))
     print()
     for line in lines(config):
@@ -180,8 +187,6 @@ def _print_step(config, found, chosen):
     print(f"step            {step}, {found['tokens_per_s']:.4g} tokens/s")
     if agreement := found.get("agreement"):
         print(f"agreement       {_agreement(agreement)}")
-    if around := found.get("interval"):
-        print(f"interval        {described(around)}")
     print(f"MFU, HFU        {found['mfu']:.1%}, {found['hfu']:.1%}")
     if config.mesh.p > 1:
         print(f"pipeline bubble {found['bubble']:.2%}")
@@ -196,6 +201,8 @@ def _print_step(config, found, chosen):
             f"evaluation      {readable_time(seconds)} per batch, peak of {peak / 1e6:.3f} MB; "
             f"{_batches(config, seconds)}"
         )
+    if around := found.get("interval"):
+        print(f"interval        {described(around)}")
     print()
     _print_memory(found["memory"])
     _print_sections(found["sections"][found["time"]["stage"]])
@@ -242,7 +249,8 @@ def _print_sections(rows):
 def _print_memory(memory):
     kinds = [*memory["stages"][0]]
     print("stage " + "".join(f"{kind:>14s}" for kind in kinds) + "   [MB] at the peak")
-    print("(embeddings count as parameters, and logits as activations and communication buffers)")
+    print("(embeddings count as parameters, and logits as activations and communication buffers;")
+    print(" the kinds peak at different times, so their sum can exceed the peak of all)")
     for stage, peaks in enumerate(memory["stages"]):
         print(f"{stage:5d} " + "".join(f"{peaks[kind] / 1e6:14.3f}" for kind in kinds))
     fits = "fits" if memory["fits"] else "does not fit; use more stages, ZeRO or recompute"

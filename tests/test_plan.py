@@ -69,7 +69,7 @@ def best():
 @pytest.mark.slow
 def test_best_layouts_are_listed(best):
     *lines, _ = best
-    assert lines[0] == "8 ranks of h100, 80.00 GB each"
+    assert lines[0] == "8 ranks of h100 (the default machine), 80.00 GB each"
     assert lines[2].split() == ["step", "memory", "bubble", "comm.", "axis", "layout"]
     assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "3"]
     text = " ".join(lines)
@@ -245,7 +245,7 @@ def test_rejection_suggests_a_memory_size_that_fits(capsys):
     assert "activations and communication buffers " in err and "in flight" not in err
     memory = err.partition("use --memory ")[2].partition(",")[0]
     code, out, _ = plan(capsys, *SMALL, "--memory", memory)
-    assert code == 0 and f"h100, {float(memory[:-2]):.2f} MB each" in out
+    assert code == 0 and f" {float(memory[:-2]):.2f} MB each" in out
 
 
 @pytest.mark.parametrize("words", [["--ranks", "0"], ["--memory", "8KG"], ["--top", "none"]])
@@ -293,7 +293,8 @@ def test_techniques_are_evaluated_on_the_layout_of_the_input(capsys):
     assert changes["parallel.recompute=selective"]["of_peak"] > 1
     _, out, _ = plan(capsys, *SMALL, "--techniques", "--train.dtype", "float16")
     lines = out.splitlines()
-    assert lines[0].startswith("8 ranks of h100; each row changes") and "scheme=" in lines[1]
+    assert lines[0].startswith("8 ranks of h100 (the default machine); each row changes")
+    assert "scheme=" in lines[1]
     assert "as it is" in lines[4] and "MB" in lines[4]
     assert any("keep_dtype=bfloat16" in line and "not possible: " in line for line in lines)
     assert any(line.endswith("no change") for line in lines)

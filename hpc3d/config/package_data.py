@@ -34,6 +34,11 @@ def shipped(name: Path | str = "") -> Path:
     return files("hpc3d") / "share" / name
 
 
+def machine_in_words(name: str, option: str | None) -> str:
+    """Return the name of a machine, marked as the default if the `option` --machine is unset."""
+    return name if option else f"{name} (the default machine)"
+
+
 def default_machine() -> Path:
     """Return the path of the shipped machine file named DEFAULT_MACHINE."""
     return shipped(f"{MACHINE.folder}/{DEFAULT_MACHINE}.toml")

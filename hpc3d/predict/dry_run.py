@@ -126,7 +126,8 @@ def _parts(found: dict) -> Iterator[str]:
     kinds = [kind for kind in MEMORY_KIND if kind != "all" and found["worst"][kind]]
     held = ", ".join(f"{kind} {_size(found['worst'][kind])}" for kind in kinds)
     products = "communication buffers also hold the results of matrix products"
-    yield f"peak memory by kind, on the rank that needs the most: {held}; {products}"
+    sums = "the kinds peak at different times, so their sum can exceed the peak"
+    yield f"peak memory by kind, on the rank that needs the most: {held}; {products}; {sums}"
     if len(found["stages"]) > 1:
         yield "peak memory by stage: " + ", ".join(
             _size(stage["all"]) for stage in found["stages"]

@@ -56,6 +56,16 @@ def test_cuda_graph_of_a_step_is_printed(capsys):
     assert "\nCUDA graph      none, because transport host-staged cannot be captured; " in out
 
 
+def test_prediction_on_the_default_machine_names_it(capsys):
+    _, out, _ = simulate(capsys, INPUT)
+    head, (step, *lines) = out.splitlines()[0], out.partition("\n\n")[2].splitlines()
+    assert head.startswith("64 ranks of h100 (the default machine): ")
+    before = [line.split()[0] for line in [step, *lines[: lines.index("")]]]
+    assert before[:2] == ["step", "MFU,"] and before[-1] == "interval"
+    note = "(embeddings count as parameters, and logits as activations and communication buffers;"
+    assert out.splitlines()[out.splitlines().index(note) + 1].endswith("exceed the peak of all)")
+
+
 def test_options_override_the_input(capsys):
     words = [INPUT, *MACHINE, "--ranks", "128", "--mesh.d", "4", "--train.batch", "384", "--json"]
     assert json.loads(simulate(capsys, *words)[1].splitlines()[-1])["ranks"] == 128
