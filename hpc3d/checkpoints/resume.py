@@ -258,7 +258,9 @@ def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
             break
         wrong.append(problem)
     else:
-        of_another = [*_other_optimizer(checkpointed_config(run), config)] if wrong else []
+        of_another = []
+        if wrong and all(problem.endswith(_OF_ANOTHER) for problem in wrong):
+            of_another = [*_other_model_or_optimizer(Checkpoint(folder), config)]
         raise Problems(of_another or [*wrong, _NOTHING.format(run)])
     opened = Checkpoint(folder)
     if (done := opened.header["step"]) >= config.train.steps:
@@ -267,8 +269,14 @@ def _check(run: Path, config: Config, differs: _Differs) -> Checkpoint:
     return opened
 
 
-def _other_optimizer(stored: Config, config: Config) -> Iterator[str]:
-    """Report an error if the optimizer needs states that the `stored` optimizer does not have."""
+def _other_model_or_optimizer(opened: Checkpoint, config: Config) -> Iterator[str]:
+    """Report errors if a checkpoint has another model or lacks states of the optimizer."""
+    stored = config_of(opened)
+    for key, before, now in _changed_model(config, opened):
+        yield (
+            f"model.{key} = {now}: the run used {before} so far, and its checkpoints contain "
+            f"this model; set it to {before}, or start a new run"
+        )
     before, now = stored.train.optimizer, config.train.optimizer
     kept, wanted = (optimizer_of(each).STATES for each in (stored, config))
     if {*wanted} - {*kept}:
@@ -412,20 +420,10 @@ def _problems_of_all(job: Job, problem: str | None) -> list[str]:
 
 def mismatch(config: Config, opened: Checkpoint) -> str | None:
     """Return an error message if a checkpoint does not fit a run's configuration, or `None`."""
-    before = config_of(opened)
-    models = (with_epsilon(each.model) for each in (before, config))
-    stored, asked = map(asdict, models)
-    model, may_change = config.model, {*TRAINING_KEYS}
+    for key, stored, asked in _changed_model(config, opened):
+        return f"{opened.folder} has model.{key} = {stored}, not {asked}: {_OF_ANOTHER}"
+    before, model = config_of(opened), config.model
     shapes, stateless = shapes_of(model), stateless_of(model)
-    # Before the first step, a shorter context is allowed if it changes no parameter.
-    shorter = not opened.header["step"] and model.sequence < before.model.sequence
-    if shorter and "embedding.position" not in shapes:
-        may_change.add("sequence")
-    for key in stored:
-        if stored[key] != asked[key] and key not in may_change:
-            return (
-                f"{opened.folder} has model.{key} = {stored[key]}, not {asked[key]}: {_OF_ANOTHER}"
-            )
     kept = [spec for spec in optimizer_of(before).STATES if spec.name in kinds_of(opened)]
     trained = [item for item in shapes.items() if item[0] not in stateless]
     wanted = [
@@ -434,3 +432,19 @@ def mismatch(config: Config, opened: Checkpoint) -> str | None:
     if lacking := {spec.name for spec in wanted if spec not in kept}:
         return f"{opened.folder} has no {' and '.join(sorted(lacking))} moments: {_OF_ANOTHER}"
     return next(inconsistencies(opened, shapes, stateless), None)
+
+
+def _changed_model(config: Config, opened: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, stored value and new value of each changed key of [model].
+
+    Keys that a resumed run may change are omitted.
+    """
+    before, model, may_change = config_of(opened).model, config.model, {*TRAINING_KEYS}
+    # Before the first step, a shorter context is allowed if it changes no parameter.
+    shorter = not opened.header["step"] and model.sequence < before.sequence
+    if shorter and "embedding.position" not in shapes_of(model):
+        may_change.add("sequence")
+    stored, asked = (asdict(with_epsilon(each)) for each in (before, model))
+    for key in stored:
+        if stored[key] != asked[key] and key not in may_change:
+            yield key, stored[key], asked[key]

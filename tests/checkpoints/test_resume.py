@@ -139,6 +139,20 @@ def test_changed_optimizer_is_rejected_in_one_line(checkpoints, tmp_path):
     continued(tmp_path, config_of(f"{line} optimizer=sgd"))
 
 
+@pytest.mark.parametrize("checkpoints", [1, 2])
+def test_changed_model_is_rejected_in_one_line(checkpoints, tmp_path):
+    run_until(tmp_path, "serial", checkpoints)
+    line = f"{LAYOUTS['serial']} steps=9"
+    (tmp_path / "config.toml").write_text(to_toml(config_of(line)))
+    layers = config_of(line).model.layers
+    with pytest.raises(ValueError) as refused:
+        continued(tmp_path, config_of(f"{line} layers={layers + 1}"))
+    assert str(refused.value) == (
+        f"model.layers = {layers + 1}: the run used {layers} so far, and its checkpoints contain "
+        f"this model; set it to {layers}, or start a new run"
+    )
+
+
 def test_changed_optimizer_without_checkpoints_reports_the_missing_checkpoint(tmp_path):
     (tmp_path / "config.toml").write_text(to_toml(config_of(LAYOUTS["serial"])))
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
