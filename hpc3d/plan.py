@@ -102,7 +102,7 @@ def parser() -> Parser:
     text = "memory per rank, in GB if no unit is given (default: memory of the machine)"
     add("--memory", type=size, metavar="80GB", help=text)
     add("--top", type=positive, metavar="K", help="number of layouts to show (default: 10)")
-    add("--apply", metavar="FILE", help="write an input file with the best layout")
+    add("--apply", metavar="FILE", help="write a new input file with the best layout")
     text = "print the savings and cost of each memory-saving technique for INPUT.toml"
     add("--techniques", action="store_true", help=text)
     text = "search for a pipeline schedule for the layout of INPUT.toml"
@@ -213,6 +213,8 @@ def _search(options: Namespace, overrides: Sequence[str]) -> None:
 
     if options.apply and (Path(options.apply).is_dir() or not Path(options.apply).parent.is_dir()):
         raise ValueError(f"--apply {options.apply}: must be a file in an existing folder")
+    if options.apply and Path(options.apply).is_file():
+        raise ValueError(f"--apply {options.apply} already exists; choose a new file")
     machine = machine_file.load(options.machine or default_machine())
     memory = options.memory or machine.memory_gb * 1e9
     top = max(options.top or TOP, TOP)  # the ranking must not depend on --top

@@ -221,6 +221,8 @@ REFUSED = {
     "machine h100: no GEMM rates for float64": ["--train.dtype", "float64"],
     "--apply /no/folder/planned.toml: must be a file": ["--apply", "/no/folder/planned.toml"],
     "--apply /tmp: must be a file": ["--apply", "/tmp"],
+    # the second error prevents that a plan without this check overwrites the file
+    f"--apply {__file__} already exists; choose": ["--apply", __file__, "--model.layers", "0"],
     "64: unexpected argument": ["64"],
     "--csv found.csv: add --schedule search": ["--csv", "found.csv"],
     "--schedule cannot be combined with --apply": ["--schedule", "search", "--apply", "a.toml"],
