@@ -68,15 +68,15 @@ searched (counts), applied (the file written by --apply), unsearched (a line, if
 split of the input is valid on no mesh) and, for a mixture of experts, mixture as in the output of
 simulate. Each layout has the keys layout (tables of the input file), step_time_s, simulated,
 bubble, communication, axis, waits_s, peak_bytes, stage, memory and, for GPUs, cuda_graph (what the
-CUDA graph of a step contains, or why there is none). If no layout fits without memory-saving
-techniques, the key resort contains with (the changes of the technique, and exact, true if they
-preserve the results), nearest (the layout closest to fitting) and others (layouts that fit with
-other techniques). With --techniques, the keys are machine, ranks and techniques. Each technique
-has the key change, and either refused, which is the reason why the technique is impossible, or
-peak_bytes, memory, received_bytes, step_time_s, and their ratios to the first row (of_...). With
---schedule, the keys are machine, ranks, memory_bytes and schedule. The schedule has the keys
-makespan_s, bound_s, gap, step_time_s, lists with in_flight, weight_inputs and peak_bytes of each
-stage, and input (the keys schedule, step_time_s and peak_bytes of the input)"""
+CUDA graph of a step contains, or why there is none). If no layout fits by itself, the key resort
+contains with (the changes of the technique, and exact, true if they preserve the results), nearest
+(the layout closest to fitting) and others (layouts that fit with other techniques). With
+--techniques, the keys are machine, ranks and techniques. Each technique has the key change, and
+either refused, which is the reason why the technique is impossible, or peak_bytes, memory,
+received_bytes, step_time_s, and their ratios to the first row (of_...). With --schedule, the keys
+are machine, ranks, memory_bytes and schedule. The schedule has the keys makespan_s, bound_s, gap,
+step_time_s, lists with in_flight, weight_inputs and peak_bytes of each stage, and input (the keys
+schedule, step_time_s and peak_bytes of the input)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -277,7 +277,8 @@ def _resort_lines(resorted: ResortedLayouts) -> Iterator[str]:
     from hpc3d.predict.planning.ranking import estimated
 
     resort = resorted.fit.resort
-    yield f"No layout fits without memory-saving techniques: {nearest_in_words(resorted.nearest)}."
+    nearest = nearest_in_words(resorted.nearest)
+    yield f"No layout fits without offloading or a change of the results: {nearest}."
     yield f"All layouts below use {resort.text}, {resort.effect}."
     if resorted.others:
         yield "Other techniques that also make a layout fit:"

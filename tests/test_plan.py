@@ -324,7 +324,7 @@ def test_exact_technique_comes_first_if_nothing_fits(capsys, tmp_path):
     """The model requires 8.62 MB, of which AdamW's states are 3.88 MB."""
     lines, found, written = resorted(capsys, "8.5MB", tmp_path / "planned.toml")
     text = "\n".join(lines)
-    assert "No layout fits without memory-saving techniques: " in text
+    assert "No layout fits without offloading or a change of the results: " in text
     assert 'below use parallel.offload=["optimizer"], which leaves results unchanged.' in text
     first = next(line for line in lines if line.startswith("  1"))
     assert first.startswith("  1 ") and "offload=[optimizer]" in first

@@ -233,6 +233,10 @@ class Candidates:
                 first, last = (bisect_left(ways, True, key=each) for each in fits)
                 yield from (self._with(config, zero, way) for way in ways[first : last + 1])
 
+    def with_each_way(self, config: Config) -> Iterator[Estimate]:
+        """Yield an estimate of a layout for each of its memory options."""
+        return (self._with(config, config.parallel.zero, way) for way in self.ways(config))
+
     def _fits_with(self, config: Config, zero: int, share: float, way: MemoryOption) -> bool:
         return self.fits(self._with(config, zero, way), share)
 

@@ -108,22 +108,16 @@ def _resorted(
             for other in fitting:
                 mildest.setdefault(other.resort.keys, other)
             _, *others = mildest.values()
-            return ResortedLayouts(again, _smallest(short), fit, others)
+            return ResortedLayouts(again, short.ranking.smallest(), fit, others)
     return None
 
 
 def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
-    row = _smallest(planned)
+    row = planned.ranking.smallest()
     return (
         f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}; use --memory "
         f"{-(-row.peak // 10**6)}MB, more ranks, a smaller model, or a smaller batch"
     )
-
-
-def _smallest(planned: PlannedLayouts) -> RankedLayout:
-    timed = planned.found.timed
-    rows = planned.ranking.known.values() or [estimated(each.best) for each in timed]
-    return min(rows, key=lambda row: row.peak)
 
 
 def nearest_in_words(row: RankedLayout) -> str:

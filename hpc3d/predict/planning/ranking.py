@@ -43,6 +43,7 @@ _NAMED = {
 }
 _QUOTED = "order", *LOOPS, *STORAGE  # keys whose values may contain spaces
 _EACH = 2  # number of candidates to time in each class of layouts in _NAMED
+_LEAN = 8  # number of smallest estimates whose memory options are all estimated
 _SHOWN = 0.25  # fraction of the simulation budget reserved for layouts slower than the fastest
 # Number of layouts for which variants are tried, and number of variants of each layout.
 _VARIED, _SIZES = 6, 6
@@ -371,6 +372,22 @@ class Ranking:
         fitting = [each for each in group if self.fits(each)]
         smallest = min(group, key=lambda each: each.peak)
         return min(fitting, key=lambda each: each.seconds, default=smallest)
+
+    def smallest(self) -> RankedLayout:
+        """Return the layout with the lowest peak memory, which does not depend on the limit.
+
+        The estimates of a layout contain only the memory options that the limit requires.
+        Therefore, all options of the smallest layouts are estimated, and the smallest estimate is
+        simulated if the budget allows.
+        """
+        offers = chain.from_iterable(each.offers for each in self.found.timed)
+        nearest = sorted(offers, key=lambda each: each.peak)[:_LEAN]
+        ways = (self.search.candidates.with_each_way(each.config) for each in nearest)
+        estimate = min(chain.from_iterable(ways), key=lambda each: each.peak)
+        if estimate.config not in self.known and _simulation_cost(estimate.config) <= self.most:
+            self.run(estimate)
+        rows = [*self.known.values(), self.known.get(estimate.config, estimated(estimate))]
+        return min(rows, key=lambda row: row.peak)
 
     def reason(self, row: RankedLayout, winner: Estimate) -> str:
         """Return the component of the step time that increases most compared with `winner`."""

@@ -31,6 +31,17 @@ def test_slower_layouts_fit_in_memory():
         assert ranking.fits(ranking.known.get(nearest.config, nearest)) == (reason != "memory")
 
 
+def test_smallest_layout_does_not_depend_on_the_memory_limit():
+    rows, memory = [], 1e6
+    for share in (0.99, 0.7, None):
+        searched, found = search(ranks=4, memory=memory)
+        ranking = Ranking(searched, found, CLUSTER, most=1e9)
+        assert not ranking.best(10)
+        rows.append(ranking.smallest())
+        memory = share and share * rows[0].peak
+    assert rows[0].simulated and rows[0] == rows[1] == rows[2]
+
+
 def test_communication_of_a_layout_excludes_waiting_for_other_stages():
     searched, found = search()
     ranking = Ranking(searched, found, CLUSTER, most=1e9)
