@@ -59,7 +59,7 @@ def parser() -> Parser:
         one = verbs.add_parser(name, help=text, description=text, epilog=_EXITS, **how)
         one.set_defaults(work=work)
         add = one.add_argument
-        add("source", type=Path, metavar=source, help="run, checkpoint or model")
+        add("source", type=Path, metavar=source, help="input path")
         if output:
             add("-o", "--output", required=True, type=Path, metavar=output, help="output path")
         add("--json", action="store_true", help="print one JSON object on the last line")

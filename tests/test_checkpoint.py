@@ -342,6 +342,8 @@ def places(original, tmp_path):
     """Create the files and folders that the invalid command lines below name."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"\x80")
     (tmp_path / "torn").mkdir()
@@ -361,6 +363,8 @@ def places(original, tmp_path):
         ("show {t}/empty", "{t}/empty ...(checkpoint.every), ... step-00000010"),
         ("show {t}/file", "{t}/file ...(checkpoint.every), ... step-00000010"),
         ("show {run} --train.steps 3", "--train.steps: ... import"),
+        ("show {t}/hf", "{t}/hf: a model of Hugging Face ... import {t}/hf -o results/NEW, "),
+        ("verify {t}/hf", "{t}/hf: a model of Hugging Face ... import {t}/hf -o results/NEW, "),
         ("verify {run} --deep", "unrecognized arguments: --deep"),
         ("verify {t}/empty", "{t}/empty ...(checkpoint.every), ... step-00000010"),
         ("export {run}", "required: -o/--output"),

@@ -16,6 +16,7 @@ from hpc3d.comm.communicator import Self
 from hpc3d.comm.mesh import Mesh
 from hpc3d.config.input_file import Config, ModelConfig
 from hpc3d.config.load import stored
+from hpc3d.config.package_data import refuse_model
 from hpc3d.config.resolve import refuse
 from hpc3d.config.rules import unknown_values
 from hpc3d.config.size_rules import wrong_parts
@@ -56,6 +57,7 @@ def checkpoints(path: Path) -> list[Path]:
         return [path]
     found = steps_of(path / "checkpoints") or steps_of(path)
     if not found:
+        refuse_model(path)
         what = "has no checkpoint" if path.exists() else "does not exist"
         raise ValueError(
             f"{path} {what}; specify a run that saves checkpoints (checkpoint.every), or a "
