@@ -31,6 +31,7 @@ from hpc3d.console.sanitize import as_written
 from hpc3d.data.tokenizer_files import object_in, refuse_cache
 
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(?<!\.safetensors)")
 # Names of ignored arrays: buffers stored by older versions of `transformers`, and BERT layers for
 # tasks that hpc3d does not support.
 _IGNORED = re.compile(
@@ -172,7 +173,20 @@ class Pretrained:
         return reasons
 
 
+def refuse_hub_name(path: Path) -> None:
+    """Raise ValueError if `path` does not exist and may be the name of a model of the hub."""
+    name = str(path)
+    local = path.exists() or ("/" in name and path.parent.is_dir())
+    if _HUB_NAME.fullmatch(name) and not local:
+        raise ValueError(
+            f"{name}: no such file or folder, and models are not downloaded. For a model of the "
+            f"Hugging Face hub, run hf download {name} --local-dir {path.name}, then use "
+            f"{path.name}"
+        )
+
+
 def _weight_files(path: Path) -> list[Weights]:
+    refuse_hub_name(path)
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     refuse_cache(path)

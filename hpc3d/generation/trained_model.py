@@ -14,7 +14,7 @@ import numpy as np
 
 from hpc3d.checkpoints.block_slices import BlockSlices, whole_of
 from hpc3d.checkpoints.hf_export import INDEX, WEIGHTS
-from hpc3d.checkpoints.hf_import import Pretrained, configured
+from hpc3d.checkpoints.hf_import import Pretrained, configured, refuse_hub_name
 from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import checkpoints, config_of, newest_whole
 from hpc3d.checkpoints.run_tokenizer import end_ids, kept_tokenizer
@@ -174,6 +174,7 @@ def find_weights(verb: str, path: Path, words: Sequence[str]) -> FoundWeights:
         given = ["--model.dropout", "0", *words_with(words, ("model.", *DOCUMENTS))]
         config = configured(Pretrained(path), given)
         return FoundWeights(config, WeightSource(path, published=True))
+    refuse_hub_name(path)
     opened, wrong = newest_whole(checkpoints(path))
     config = config_of(opened)
     if config.torch.factory:

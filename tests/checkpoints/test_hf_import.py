@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from hpc3d.checkpoints.hf_settings import GPT2
 from hpc3d.checkpoints.inspect import config_of
 from hpc3d.checkpoints.resume import mismatch
 from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.generation.trained_model import find_weights
 from tests.checkpoints import drawn_models
 from tests.checkpoints.test_hf_export import MIXTRAL, SERIAL, exported, imported
+from tests.elided import elided
 
 DIVERGED = np.array([1] * 22 + [np.nan, np.inf], "f4")
 
@@ -150,6 +153,21 @@ def test_missing_or_unknown_arrays_are_rejected(files, tmp_path, arrays, said):
     with pytest.raises(ValueError, match=said):
         imported(source, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
+def test_message_for_a_model_of_the_hub_shows_how_to_download_it(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    last = name.split("/")[-1]
+    line = f"models are not downloaded. ... hf download {name} --local-dir {last}, then use {last}"
+    for opening in (Pretrained, lambda path: find_weights("generate", path, [])):
+        with pytest.raises(ValueError, match=elided(f"{name}: ... {line}") + "$"):
+            opening(Path(name))
+    for other in (tmp_path / name, Path("gpt2.safetensors"), Path("mine", "model"), Path("..")):
+        Path("mine").mkdir(exist_ok=True)
+        with pytest.raises(ValueError) as refused:
+            Pretrained(other)
+        assert "downloaded" not in str(refused.value)
 
 
 def test_hf_cache_folder_error_names_the_snapshot(tmp_path):
