@@ -210,7 +210,7 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     """Create a run from the weights of a Hugging Face Transformers model."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured
-    from hpc3d.checkpoints.run_text import located, refuse_unreadable
+    from hpc3d.checkpoints.run_text import located, refuse_unreadable, tokenized_for
     from hpc3d.checkpoints.run_tokenizer import refuse_unfit, take_along
 
     pretrained = Pretrained(options.source, options.allow_nonfinite)
@@ -224,11 +224,11 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     if config.model.sequence < pretrained.model["sequence"]:
         positions = f"model.sequence = {config.model.sequence}"
         print(f"{positions}, of the {pretrained.model['sequence']} positions of this model")
-    if known:
+    given = {word.partition("=")[0] for word in settings}
+    if known and not ("--data.path" in given and tokenized_for(options.output, config)):
         how = f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {options.output}"
         print(sanitized(f"tokenize texts with its tokenizer: {how}"))
     print(sanitized(f"written to {options.output}; continue with"))
-    given = {word.partition("=")[0] for word in settings}
     text = f" --data.path {'tokens.h5' if known else 'TEXT'}"
     further = {"--checkpoint.every": " --checkpoint.every 100", "--data.path": text}
     how = "".join(words for key, words in further.items() if key not in given)

@@ -12,6 +12,8 @@ import pytest
 
 from hpc3d.checkpoint import main
 from hpc3d.checkpoints.sharded import Checkpoint
+from hpc3d.data.token_file import write_tokens
+from hpc3d.data.tokenizer_files import characters
 from tests.checkpoints import drawn_models
 from tests.elided import elided
 from tests.mpi import ROOT, checked
@@ -335,6 +337,23 @@ def test_import_creates_a_run_and_prints_how_to_resume_it(original, tmp_path, ca
     assert call(capsys, "verify", again)[0] == 0
     code, _, errors = call(capsys, *words)
     assert code == 2 and str(again) in errors[0]
+
+
+def test_import_shows_how_to_tokenize_unless_the_text_has_its_tokenizer(
+    original, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    call(capsys, "export", original, "-o", "out")
+    Path("a.txt").write_text("ab")
+    for name, letters in (("ours", {"a": 0, "b": 1}), ("other", {"b": 0, "a": 1})):
+        write_tokens(Path(f"{name}.h5"), [Path("a.txt")], characters(letters))
+    Path("out", "tokenizer.json").write_text(characters({"a": 0, "b": 1}).json)
+    hint = "tokenize texts with its tokenizer: python -m hpc3d.prepare TEXT -o tokens.h5 "
+    for number, (text, shown) in enumerate([("ours.h5", False), ("other.h5", True), ("", True)]):
+        given = ["--data.path", text] if text else []
+        code, lines, errors = call(capsys, "import", "out", "-o", f"run{number}", *given)
+        assert (code, errors) == (0, [])
+        assert (f"{hint}--tokenizer run{number}" in lines) == shown
 
 
 @pytest.fixture

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpc3d.checkpoints.run_tokenizer import refuse_another
 from hpc3d.config.input_file import Config
 from hpc3d.config.package_data import text_path
 from hpc3d.console.sanitize import counted
@@ -86,6 +88,15 @@ def refuse_unreadable(config: Config) -> None:
     with open_texts([*map(text_path, data.paths())], data.ratio()) as tokens:
         for text in separate_texts([*map(text_path, data.validation_texts())], tokens):
             text.close()
+
+
+def tokenized_for(run: Path, config: Config) -> bool:
+    """Return True if the training text of `config` has the tokenizer of the imported `run`."""
+    paths = [*map(text_path, config.data.paths())]
+    with open_texts(paths, config.data.ratio()) as tokens, suppress(ValueError):
+        refuse_another(run, tokens)
+        return True
+    return False
 
 
 def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:
