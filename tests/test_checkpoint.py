@@ -394,7 +394,7 @@ def places(original, tmp_path):
         ("import {t}/pickled -o {out}", "{t}/pickled... pytorch_model.bin, ...save_pretrained("),
         (
             "import {t}/pickled/pytorch_model.bin -o {out}",
-            "{t}/pickled... pytorch_model.bin, ...save_pretrained(",
+            "{t}/pickled... pytorch_model.bin, ...save_pretrained(...hugging-face.md ...ckpt.pt",
         ),
         ("import {t}/torn -o {out}", "{t}/torn/model.safetensors "),
         ("import {t}/listed -o {out}", "{t}/listed/model.safetensors.index.json: ... JSON"),

@@ -31,7 +31,7 @@ from hpc3d.console.sanitize import as_written
 from hpc3d.data.tokenizer_files import object_in, refuse_cache
 
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(?<!\.safetensors)")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(?<!\.safetensors)(?<!\.pt)")
 # Names of ignored arrays: buffers stored by older versions of `transformers`, and BERT layers for
 # tasks that hpc3d does not support.
 _IGNORED = re.compile(
@@ -204,7 +204,8 @@ def _weight_files(path: Path) -> list[Weights]:
         raise ValueError(
             f"{path} has no {WEIGHTS}. hpc3d does not read pickle files, such as "
             "pytorch_model.bin, because they can run code; convert them with "
-            "model.save_pretrained(FOLDER) in transformers"
+            "model.save_pretrained(FOLDER) in transformers. docs/hugging-face.md shows how to "
+            "convert ckpt.pt of nanoGPT"
         )
     return [Weights(file)]
 

@@ -159,7 +159,7 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
 
 def is_published(path: Path) -> bool:
     """Return True if `path` is a Hugging Face model, not a run or a checkpoint."""
-    return path.suffix == ".safetensors" or any(
+    return path.suffix in (".safetensors", ".pt") or any(
         (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, "snapshots")
     )
 

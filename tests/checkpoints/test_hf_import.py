@@ -163,10 +163,10 @@ def test_message_for_a_model_of_the_hub_shows_how_to_download_it(name, tmp_path,
     for opening in (Pretrained, lambda path: find_weights("generate", path, [])):
         with pytest.raises(ValueError, match=elided(f"{name}: ... {line}") + "$"):
             opening(Path(name))
-    for other in (tmp_path / name, Path("gpt2.safetensors"), Path("mine", "model"), Path("..")):
-        Path("mine").mkdir(exist_ok=True)
+    Path("mine").mkdir()
+    for other in (tmp_path / name, "a.safetensors", "a.pt", "mine/a", ".."):
         with pytest.raises(ValueError) as refused:
-            Pretrained(other)
+            Pretrained(Path(other))
         assert "downloaded" not in str(refused.value)
 
 

@@ -186,6 +186,9 @@ def test_folder_without_a_model_is_rejected(tmp_path):
     for path, what in ((tmp_path, "has no checkpoint"), (tmp_path / "none", "does not exist")):
         with pytest.raises(ValueError, match=f"{path} {what}; specify a run"):
             find_model(path, [])
+    (tmp_path / "ckpt.pt").touch()
+    with pytest.raises(ValueError, match=r"hugging-face\.md shows how to convert ckpt\.pt of"):
+        find_model(tmp_path / "ckpt.pt", [])
     save_file({"a": np.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=str(tmp_path)):
         find_model(tmp_path, [])

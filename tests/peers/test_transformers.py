@@ -322,3 +322,63 @@ def test_sampling_probabilities_match_transformers(temperature, top_k, top_p):
     expected = expected.softmax(1)[0].numpy()
     found = Sampling(temperature, top_k, top_p).probabilities(scores[0].numpy())
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def nano_logits(weights, heads, tokens):
+    """Return the logits of nanoGPT (model.py) for the weights in its checkpoint."""
+
+    def linear(x, name):
+        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def norm(x, name):
+        weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        return functional.layer_norm(x, x.shape[-1:], weight, bias)
+
+    x = weights["transformer.wte.weight"][tokens] + weights["transformer.wpe.weight"]
+    layer = 0
+    while (block := f"transformer.h.{layer}") + ".ln_1.weight" in weights:
+        parts = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn").chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + linear(mixed.transpose(1, 2).flatten(2), f"{block}.attn.c_proj")
+        hidden = functional.gelu(linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc"))
+        x, layer = x + linear(hidden, f"{block}.mlp.c_proj"), layer + 1
+    return linear(norm(x, "transformer.ln_f"), "lm_head").numpy()
+
+
+def nano_weights(sizes):
+    """Return random weights with the names and shapes of nanoGPT's."""
+    width, hidden = sizes["n_embd"], 4 * sizes["n_embd"]
+    shapes = {"transformer.wte": (29, width), "transformer.wpe": (sizes["block_size"], width)}
+    for block in (f"transformer.h.{layer}" for layer in range(sizes["n_layer"])):
+        shapes |= {f"{block}.ln_1": (width,), f"{block}.ln_2": (width,)}
+        shapes |= {f"{block}.attn.c_attn": (3 * width, width)}
+        shapes |= {f"{block}.attn.c_proj": (width, width)}
+        shapes |= {f"{block}.mlp.c_fc": (hidden, width), f"{block}.mlp.c_proj": (width, hidden)}
+    shapes |= {"transformer.ln_f": (width,)}
+    weights = {f"{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    if sizes["bias"]:
+        biased = (each for each in shapes.items() if not each[0].endswith(("wte", "wpe")))
+        weights |= {f"{name}.bias": torch.randn(shape[0]) for name, shape in biased}
+    return weights | {"lm_head.weight": weights["transformer.wte.weight"]}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_documented_lines_convert_a_checkpoint_of_nanogpt(bias, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "hugging-face.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n([^`]*ckpt\.pt.*?)```", page, re.DOTALL)
+    assert lines.count("\n") <= 12
+    torch.manual_seed(3)
+    sizes = {"n_layer": 2, "n_head": 3, "n_embd": 24, "block_size": 7, "vocab_size": 29}
+    sizes |= {"bias": bias, "dropout": 0.25}
+    weights = nano_weights(sizes)
+    stored = {f"_orig_mod.{name}": value for name, value in weights.items()}
+    torch.save({"model": stored, "model_args": sizes, "iter_num": 9}, "ckpt.pt")
+    exec(compile(lines, "docs/hugging-face.md", "exec"), {})
+    tokens = drawn_models.tokens_of(29, 7)
+    expected = nano_logits(weights, 3, torch.from_numpy(tokens))
+    same(logits(transformers.AutoModelForCausalLM.from_pretrained("FOLDER"), tokens), expected)
+    command("import", "FOLDER", "-o", "run", "--model.dropout", "0.25")
+    (step,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    same(drawn_models.logits(step, tokens), expected)
