@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -28,22 +28,36 @@ def with_cuboid(config: Config, ranks: int) -> Config:
     if len(unset) < 3 or others < 1 or ranks % others or ranks == others:
         return replace(config, mesh=replace(config.mesh, **dict.fromkeys(unset, 1)))
     size = ranks // others
-    found = (
+    found = [
         replace(config, mesh=replace(config.mesh, x=x, y=y, z=z)) for x, y, z in cuboids(size)
-    )
+    ]
     valid = (each for each in found if not violations(each, ranks))
     best = min(valid, key=received_elements, default=None)
     if best is None:
         alone = replace(config, mesh=replace(config.mesh, x=1, y=1, z=1))
         if problems := violations(alone, others):  # of any cuboid
             raise Problems(problems)
-        experts = ", and mesh.e for its experts" if config.model.experts else ""
+        axes = "mesh.p, mesh.d or mesh.e" if config.model.experts else "mesh.p or mesh.d"
         raise ValueError(
-            f"mesh: no cuboid of {counted(size, 'rank')} has axes that divide the "
-            f"model and batch sizes ({config.parallel.way}); set mesh.x, mesh.y and "
-            f"mesh.z{experts}, or change [model] or train.batch"
+            f"mesh: no cuboid of {counted(size, 'rank')} has axes that divide the model and batch "
+            f"sizes ({config.parallel.way}): {_obstacle(found, ranks)}; change the number of "
+            f"ranks or these sizes, or set {axes}"
         )
     return best
+
+
+def _obstacle(layouts: Sequence[Config], ranks: int) -> str:
+    """Describe the sizes that block the layout with the fewest violated rules."""
+    lines = {config: violations(config, ranks) for config in layouts}
+
+    def severity(config):
+        unused = any(line.startswith("mesh.") for line in lines[config])  # by the scheme
+        return unused, len(lines[config]), max(config.sizes().values())
+
+    nearest = min(lines, key=severity)
+    sizes = " ".join(f"{axis}={getattr(nearest.mesh, axis)}" for axis in "xyz")
+    wrong = [line.partition("; ")[0] for line in lines[nearest]]
+    return f"with {sizes}, {' and '.join(wrong)}"
 
 
 def cuboids(ranks: int) -> list[tuple[int, int, int]]:

@@ -27,9 +27,15 @@ def test_axis_unused_by_the_scheme_is_rejected():
     assert re.fullmatch(elided("mesh.z = 2: ... z; ... 1"), said)
 
 
-def test_model_without_a_valid_cuboid_error_names_the_mesh_keys():
+def test_model_without_a_valid_cuboid_error_names_the_sizes():
     (said,) = problems(*sized({}), ranks=7)
-    assert re.match("mesh: .* 7 ranks .* 3d.; .* mesh.x, mesh.y .* mesh.z", said)
+    line = "mesh: no cuboid of 7 ranks ... 3d): with ...=7..., train.batch = 144 must be divisible"
+    assert re.match(elided(f"{line} ... = 7 and ... = 7; change the number of ranks"), said)
+
+
+def test_axis_that_the_scheme_does_not_use_is_no_obstacle():
+    (said,) = problems(*sized({}, "--parallel.scheme", "1d"), ranks=7)
+    assert re.search(r"with x=7 y=1 z=1, model.heads = 24 must be divisible by mesh.x = 7 ", said)
 
 
 def test_sizes_that_no_cuboid_can_repair_are_named():
