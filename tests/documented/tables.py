@@ -36,7 +36,8 @@ ELSEWHERE = {
     r"docs/data\.md .*--tokenizer gpt2$": "tests/data/test_tokenizer_files.py, without a download",
     r"docs/partition(-study)?\.md .*(:large|:resnet152_x8|partition compare|-np 8 .*) ": STUDY
     + "tests/partition/test_capture.py and baselines/",
-    r"plan (switch-c|llama-3-70b) ": STUDY + "tests/test_plan.py plans one of its kind",
+    r"plan (switch-c|llama-3-70b|gpt2-124m-h200) ": STUDY
+    + "tests/test_plan.py plans one of its kind",
     r"docs/public-models\.md ": "tests/peers/test_documented_models.py",
     r"docs/partition\.md .*PROFILE\.json": "tests/partition/profiles/test_profile_command.py",
     r" lm_eval ": "a program that is not here; downloads data",
