@@ -7,7 +7,7 @@ runs the same two passes, so all ranks post their collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from typing import Any
 
@@ -15,17 +15,12 @@ from typing import Any
 class PassAlternation:
     """Two alternating passes, or one pass, for which `switch` has no effect.
 
-    `states` lists objects with state of the running pass, and the names of the attributes that
-    contain this state. Each pass has its own values of these attributes.
+    Each pass has its own values of the attributes `names` of `owner`.
     """
 
-    def __init__(self) -> None:
-        self.states: list[tuple[Any, tuple[str, ...]]] = []
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self.owner, self.names = owner, names
         self.other: Any = None  # greenlet of the pass that is not running
-
-    def add_state(self, owner: Any, *names: str) -> None:
-        """Keep separate values of the attributes `names` of `owner` for each pass."""
-        self.states.append((owner, names))
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Run two passes, which alternate at each `switch`.
@@ -65,10 +60,9 @@ class PassAlternation:
         other.switch()
         self._set(mine)
 
-    def _values(self) -> list[list[Any]]:
-        return [[getattr(owner, name) for name in names] for owner, names in self.states]
+    def _values(self) -> list[Any]:
+        return [getattr(self.owner, name) for name in self.names]
 
-    def _set(self, values: list[list[Any]]) -> None:
-        for (owner, names), each in zip(self.states, values, strict=True):
-            for name, value in zip(names, each, strict=True):
-                setattr(owner, name, value)
+    def _set(self, values: Sequence[Any]) -> None:
+        for name, value in zip(self.names, values, strict=True):
+            setattr(self.owner, name, value)

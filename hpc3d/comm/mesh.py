@@ -23,6 +23,7 @@ EXPERTS = "e"
 # Names of the groups of ranks that span several data axes (see `data_axes` and `plane`).
 PLANES = "c d", "d e", "c d e"
 WORLD = "world"  # axis name of the group of all ranks
+_SCOPE = "stage", "chunk", "microbatch", "layer", "phase", "part"  # state of a pass in the trace
 
 
 def data_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -238,9 +239,7 @@ class Mesh:
         self.data_axes, self.expert_data_axes = data_axes(sizes), expert_data_axes(sizes)
         self.trace: MeshRecorder = trace or NullRecorder()
         self.guard: _MeshGuard = guard or NullGuard()
-        self.passes = PassAlternation()
-        scope = "stage", "chunk", "microbatch", "layer", "phase", "part"
-        self.passes.add_state(self.trace, *scope)
+        self.passes = PassAlternation(self.trace, _SCOPE)
         self.planes: dict[tuple[str, ...], tuple[int, int]] = {}
         self.wrappers: tuple[Wrapper, ...] = ()
 

@@ -122,7 +122,7 @@ class Block:
             if self.mixes
             else Mlp(mesh, parameters, spec, name, model.ffn, last)
         )
-        self.prefetch = Prefetch(self.weights(), mesh.passes) if spec.prefetch else None
+        self.prefetch = Prefetch(self.weights()) if spec.prefetch else None
 
     def weights(self, saved: BlockSaved | None = None) -> list[Weight]:
         """Return the linear layers and their saved data, in the order in which they gather W.

@@ -195,8 +195,7 @@ class ExpertMixture:
         loss = RouterLoss(shares, first + start, micro.tokens.shape[1], balance, form.z_loss)
         with self.mesh.trace.span("routing"):
             slots = slots_of(choices, slot_form)
-        if self.mesh.trace.phase != "recompute":
-            self.auxiliary_loss = 0.0
+        self.auxiliary_loss = 0.0
         if self.notes and micro.training:
             self._note(routes, slots[start : start + own], loss)
         return slots, loss
@@ -227,8 +226,7 @@ class ExpertMixture:
         with self.mesh.trace.span("routing"):
             losses = router_loss(routes.probs, routes.lse, loss)
             chosen, kept = load_of(routes.experts, slots, self.form.count)
-        if self.mesh.trace.phase != "recompute":  # of an earlier microbatch
-            self.auxiliary_loss = losses[0] + losses[1]
+        self.auxiliary_loss = losses[0] + losses[1]
         self.mesh.trace.routed(chosen, kept, losses)
 
     def _slots(self, choices: Array, micro: Microbatch) -> SlotForm:

@@ -75,8 +75,14 @@ def whole(stream: Iterable[Instruction]) -> list[Instruction]:
 
 
 def is_pair(passes: Sequence[Instruction]) -> bool:
-    """Return True for a forward pass and a full backward pass of different microbatches."""
-    return [each.op for each in passes] == ["F", "BW"] and passes[0].mb != passes[1].mb
+    """Return True for a forward pass and a full backward pass that can alternate.
+
+    They are independent if they are passes of different microbatches, and they share no layers if
+    they are passes of different model chunks.
+    """
+    if [each.op for each in passes] != ["F", "BW"]:
+        return False
+    return all(one != other for one, other in zip(passes[0][1:], passes[1][1:], strict=True))
 
 
 def paired(stream: Sequence[Instruction]) -> Iterator[tuple[Instruction, ...]]:

@@ -137,7 +137,7 @@ def _reduced_early(groups):
     reduced: set[int] = set()
     found: list[Group] = []
     for group in reversed(list(groups)):
-        op, mb, chunk = group[-1]
+        op, mb, chunk = group[0]
         if op == "Step":
             reduced.clear()
         elif op in ("W", "BW") and chunk not in reduced:
@@ -154,7 +154,7 @@ def _reduced_early(groups):
 def _reduced_late(groups):
     chunks = set()
     for group in groups:
-        op, _, chunk = group[-1]
+        op, _, chunk = group[0]
         if op in ("W", "BW"):
             chunks.add(chunk)
         elif op == "Step":

@@ -105,10 +105,10 @@ def dualpipe_v(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     the repository of DualPipe.  In the warm-up, stage i runs 2(p-1-i) F passes, i+1 pairs (F f),
     and p-1-i triples (b w f).  The steady phase repeats F b f B with full backward passes.  The
     drain runs p-1-i triples (b f B) and i+1 pairs (b B), and splits the last p backward passes to
-    fill the bubble with their W.  At most 2p+1 chunks are in flight.  hpc3d runs the two passes of
-    a pair one after the other.  If T_F = T_B = T_W = 1 per chunk, the bubble is p-1.  With fewer
-    than 2p microbatches, the schedule omits the passes of the missing microbatches from the
-    schedule for 2p microbatches.
+    fill the bubble with their W.  At most 2p+1 chunks are in flight.  The two passes of a pair run
+    one after the other, or alternate while experts exchange tokens (docs/experts.md).  If
+    T_F = T_B = T_W = 1 per chunk, the bubble is p-1.  With fewer than 2p microbatches, the
+    schedule omits the passes of the missing microbatches from the schedule for 2p microbatches.
     """
     below, filled = stages - 1 - stage, max(micros, 2 * stages)
     pattern = "FF" * below + "Ff" * (stage + 1) + "iWf" * below

@@ -20,7 +20,6 @@ from hpc3d.comm.communicator import Pending
 
 if TYPE_CHECKING:
     from hpc3d.arrays.array import Array
-    from hpc3d.arrays.pass_alternation import PassAlternation
     from hpc3d.tensor.matmul import Matmul
 
 # Linear layer (hpc3d.model.layers), and its saved data, which is None in the forward pass
@@ -30,15 +29,13 @@ Weight = tuple[Any, Any]
 class Prefetch:
     """Gathers and reductions of `weights`, overlapped with the products of their layers.
 
-    At most one gather and one reduction of a pass are in flight.  Both complete within the pass of
-    a block.  Two alternating `passes` have separate gathers and reductions.
+    At most one gather and one reduction are in flight.  Both complete within the pass of a block.
     """
 
-    def __init__(self, weights: Iterable[Weight], passes: PassAlternation) -> None:
+    def __init__(self, weights: Iterable[Weight]) -> None:
         self.rest: deque[Weight] = deque()
         self.started: tuple[Matmul, Pending] | None = None
         self.unfinished: Pending | None = None
-        passes.add_state(self, "rest", "started", "unfinished")
         for layer, _ in weights:
             if not layer.matmul.complete("m"):
                 layer.matmul.prefetch = self

@@ -35,8 +35,8 @@ def logged(name, passes, log, owner, switches, error=None):
     ],
 )
 def test_passes_alternate_until_one_ends(counts, expected):
-    log, owner, passes = [], SimpleNamespace(layer=-1, other=7), PassAlternation()
-    passes.add_state(owner, "layer")
+    log, owner = [], SimpleNamespace(layer=-1)
+    passes = PassAlternation(owner, ["layer"])
     for _ in range(2):
         first, second = (
             logged(name, passes, log, owner, count)
@@ -49,10 +49,10 @@ def test_passes_alternate_until_one_ends(counts, expected):
 
 
 def test_a_pass_begins_with_the_state_before_the_pair_and_its_context():
-    owner, passes, found = SimpleNamespace(layer=-1), PassAlternation(), []
+    owner, found = SimpleNamespace(layer=-1), []
+    passes = PassAlternation(owner, ["layer"])
     variable = contextvars.ContextVar("variable", default="unset")
     variable.set("set")
-    passes.add_state(owner, "layer")
 
     def first():
         owner.layer = 3
@@ -63,13 +63,13 @@ def test_a_pass_begins_with_the_state_before_the_pair_and_its_context():
 
 
 def test_switch_outside_of_a_pair_has_no_effect():
-    PassAlternation().switch()
+    PassAlternation(None, []).switch()
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_error_of_a_pass_ends_the_pair(which):
-    log, owner, passes = [], SimpleNamespace(layer=-1), PassAlternation()
-    passes.add_state(owner, "layer")
+    log, owner = [], SimpleNamespace(layer=-1)
+    passes = PassAlternation(owner, ["layer"])
     errors = [ValueError("a"), None] if which == 0 else [None, ValueError("b")]
     first, second = (
         logged(name, passes, log, owner, 1, error)

@@ -67,6 +67,22 @@ def test_engine_sums_seconds_by_operation():
     assert run({"p": 2}, rank) == [both | first, both | last]
 
 
+def test_time_of_a_pair_is_divided_among_its_passes():
+    """F0 1F0 F1+1BW0 1F1+BW0 1BW1 B1 W1: a pair reads the clock six times, and takes 5 seconds."""
+    line = "e=2 schedule=dualpipe-v microbatches=2 experts=4 layers=2 overlap_experts=true"
+
+    def rank(mesh):
+        trainer = trainer_of(mesh, config_of(line))
+        trainer.engine.clock = count(5).__next__
+        trainer.step(0)
+        return trainer.engine.seconds
+
+    for seconds in run({"e": 2}, rank):
+        assert seconds["F"] + seconds["BW"] == pytest.approx(2 + 2 * 5 + 1)
+        assert min(seconds["F"] - 2, seconds["BW"] - 1) > 4
+        assert seconds["B"] == seconds["W"] == 1
+
+
 @pytest.mark.parametrize("line", strided(FLIGHTS, 3))
 def test_microbatches_in_flight_match_the_instruction_stream(line):
     config, peaks = held(line, lambda mesh, trainer: trainer.engine.peak)

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-from hpc3d.arrays.pass_alternation import PassAlternation
 from hpc3d.comm.communicator import ready
 from hpc3d.tensor.matmul import Saved
 from hpc3d.tensor.prefetch import Prefetch
@@ -34,7 +33,7 @@ def multiply(layer, order, saved=None):
 def test_next_weight_is_gathered_before_the_current_product():
     order = []
     layers = [layer(name, order) for name in "abc"]
-    prefetch = Prefetch([(each, None) for each in layers], PassAlternation())
+    prefetch = Prefetch((each, None) for each in layers)
     prefetch.begin((each, None) for each in layers)
     for each in layers:
         multiply(each, order)
@@ -49,7 +48,7 @@ def test_next_weight_is_gathered_before_the_current_product():
 def test_weights_that_do_not_move_or_are_saved_are_not_gathered():
     order = []
     one, still, kept, last = (layer(name, order, name != "b") for name in "abcd")
-    prefetch = Prefetch([(each, None) for each in (one, still, kept, last)], PassAlternation())
+    prefetch = Prefetch((each, None) for each in (one, still, kept, last))
     assert still.matmul.prefetch is None
     saved = Saved(None, "c", "w")
     prefetch.begin([(one, None), (still, None), (kept, saved), (last, Saved(None, "D", "x"))])
@@ -58,7 +57,7 @@ def test_weights_that_do_not_move_or_are_saved_are_not_gathered():
 
 
 def test_reduction_ends_after_the_next_product():
-    order, prefetch = [], Prefetch([], PassAlternation())
+    order, prefetch = [], Prefetch([])
     for name in "ab":
         order.append(f"product {name}")
         prefetch.later(ready(name).then(lambda name: order.append(f"end {name}")))

@@ -15,7 +15,7 @@ from hpc3d.predict.simulation.count import predict
 from hpc3d.predict.simulation.simulated_clock import clock_of
 from hpc3d.predict.simulation.simulator import simulate, simulated_trainer, step_length
 from hpc3d.predict.simulation.stage_turns import StageTurns
-from hpc3d.predict.simulation.summary import summary
+from hpc3d.predict.simulation.summary import summary, waits_of
 from hpc3d.trace.schema import CATEGORY, OP, PHASE
 from tests.pipeline.mixes import MIXES, config_of
 from tests.predict.fixed import BYTES, FLOPS, LAUNCH, MACHINE
@@ -82,6 +82,30 @@ def test_replayed_passes_equal_executed_ones(line):
         for name in {*rows.dtype.names} - TIMES:
             np.testing.assert_array_equal(rows[name], whole.events[name], err_msg=name)
         assert Counter(run.peak) == Counter(whole.peak)
+
+
+@pytest.mark.parametrize("line", PAIRS)
+def test_alternating_passes_have_the_same_events(line):
+    """Each event belongs to its own layer, microbatch and phase; all-to-alls also overlap."""
+    fields = ["op", "phase", "microbatch", "stage", "chunk", "layer", "bytes", "count", "flops"]
+    found = []
+    for overlap in ("true", "false"):
+        _, runs = simulated(line.replace("overlap_experts=true", f"overlap_experts={overlap}"))
+        rows = [run.rows[run.rows["category"] != COPY] for run in runs]
+        found.append([Counter(each[fields].tolist()) for each in rows])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("line", ["e=8", "e=4 x=2 scheme=1d-sequence", "p=2 e=4"])
+def test_alternating_passes_hide_all_to_alls(line):
+    """In a pair, the experts of one pass compute while the tokens of the other one are sent."""
+    machine = replace(MACHINE, links=(Link(0, 1e-5, 1e9),))
+    size = "hidden=256 heads=4 sequence=64 batch=64 microbatches=8 experts=8 layers=8"
+    line = f"{line} schedule=dualpipe-v {size} backend=cupy dtype=float32 overlap_experts="
+    runs = [simulate(config_of(line + overlap), 29, machine) for overlap in ("true", "false")]
+    waits = [waits_of(each[0])["e"] for each in runs]
+    assert waits[0] < 0.6 * waits[1]
+    assert step_length(runs[0]) < 0.9 * step_length(runs[1])
 
 
 def test_input_arrays_of_a_graph_are_allocated_once():
