@@ -140,7 +140,7 @@ class PassRecorder:
             sequences=self._sequences(rows, calls),
             live=live,
             peak=[*high.items()],
-            brought={(of[key[1]], key[2]): _placeholder(arrays[key]) for key in new},
+            brought={(of[key[-2]], key[-1]): _placeholder(arrays[key]) for key in new},
             account=_differences(self._charged(), account),
             saved=_differences(pool.saved, saved),
             numbers=numbers,
