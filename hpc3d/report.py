@@ -3,6 +3,7 @@
 python -m hpc3d.report results/RUN
 python -m hpc3d.report results/RUN-1D results/RUN-3D --out results/comparison
 python -m hpc3d.report results/RUN --figures pdf --width 84mm
+python -m hpc3d.report results/STUDY/runs/* --figures pdf --only loss,runs
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hpc3d import trace
 from hpc3d.analyze.export.formats import FORMATS, events_of, export
 from hpc3d.analyze.metrics.wait_states import calls_of
 from hpc3d.analyze.report import markdown, terminal
+from hpc3d.analyze.report.figure_list import NAMES
 from hpc3d.analyze.report.run_analysis import analyze_run, compare
 from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
@@ -66,8 +68,11 @@ def parser() -> Parser:
     text = "write only tables (requires no packages except NumPy and h5py)"
     add("--tables", action="store_true", help=text)
     text = "also write the figures as files in these formats: svg, pdf, png"
-    many: dict[str, Any] = {"action": Joined, "default": [], "metavar": "FORMAT,..."}
-    add("--figures", type=figures, help=text, **many)
+    many: dict[str, Any] = {"action": Joined, "default": []}
+    add("--figures", type=figures, metavar="FORMAT,...", help=text, **many)
+    text = "write only these figures as files: " + ", ".join(NAMES) + " (default: all)"
+    names = partial(several, partial(choice, NAMES))
+    add("--only", type=names, metavar="NAME,...", help=text, **many)
     text = "width of the figure files, such as 84mm or 3.3in (default: 7.2in)"
     add("--width", type=width, metavar="WIDTH", help=text)
     text = "training step to draw, from the newest trace of a run, or from TRACE.h5, such as"
@@ -99,17 +104,24 @@ def _steps(text):
         raise argparse.ArgumentTypeError(f"{text}: must be a step or range, such as 3:5") from None
 
 
-def _report(options):
+def _refuse(options):
+    """Raise ValueError if options contradict each other or require a package that is missing."""
     if options.tables and options.figures:
         raise ValueError("--figures cannot be combined with --tables; omit one of them")
     if options.width and not options.figures:
         raise ValueError("--width is the width of figure files; add --figures pdf")
+    if options.only and not options.figures:
+        raise ValueError("--only selects figure files; add --figures pdf")
     if not options.tables:
         need("a report without --tables", "matplotlib", "jinja2", "bokeh")
     if "otf2" in options.export:
         need("--export otf2", "otf2")
     if options.reference not in (None, *options.runs):
         raise ValueError(f"--reference {options.reference}: name one of the runs of this report")
+
+
+def _report(options):
+    _refuse(options)
     runs_in_order = sorted(options.runs, key=lambda run: run != options.reference)
     with ExitStack() as stack:
         paths = [_trace_path(path, options.merge) for path in runs_in_order]
@@ -126,7 +138,7 @@ def _report(options):
             name = str(number) if len(traces) > 1 else ""
             export(options.export, events, out / "exports" / name)
     with naming(out):
-        write(report, out, options.tables, options.figures, options.width)
+        write(report, out, options.tables, options.figures, options.width, options.only)
     if options.print:
         print(markdown.page(report))
     else:

@@ -23,6 +23,13 @@ _RESUMED = (
 )
 
 
+# Names of the figures; a figure per mesh axis or per run also has a suffix, as in traffic-x-2.
+NAMES = (
+    *("loss", "runs", "speedup", "steps", "timeline", "ranks", "phases", "path", "waits"),
+    *("stragglers", "traffic", "hosts", "pipeline", "experts", "memory"),
+)
+
+
 class Picture(NamedTuple):
     """Figure of a report: file name, title, caption and chart."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpc3d.analyze.report import figure_list, html, markdown, plot_matplotlib, table_format
 from hpc3d.analyze.report.comparison_tables import RUN, over_runs
+from hpc3d.analyze.report.figure_list import NAMES
 from hpc3d.analyze.report.run_tables import OF_A_RUN
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def write(
     tables_only: bool = False,
     formats: Sequence[str] = (),
     width: float | None = None,
+    only: Sequence[str] = (),
 ) -> None:
     """Write the page of a report first, and then its other files.
 
@@ -47,25 +49,38 @@ def write(
     formats
         Formats of the figure files, such as svg and pdf. The page is written again with the images
         for printing if the formats include png or svg.
-    width
-        Width of the figure files in inches.
+    width, only
+        Width of the figure files in inches, and the names of the figures (default: all NAMES).
+
+    Raises
+    ------
+    ValueError
+        If the runs have no figure with one of the names in `only`. All other files are written.
     """
     found = [] if tables_only else _pictures(report)
-    pictures = [each for named in found for each in named.items()] if formats else []
+    named = {name: each for pictures in found for name, each in pictures.items()}
+    kinds = {name: name.partition("-")[0] for name in named}
+    drawn = {name: named[name] for name in named if formats and kinds[name] in (only or NAMES)}
     images = [each for each in html.IMAGES if each in formats]
     out.mkdir(parents=True, exist_ok=True)
     if found:
         _write_page(report, found, out)
     _write_tables(report, out / "tables")
-    shown = [markdown.image(f"{name}.{images[0]}", each) for name, each in pictures if images]
+    shown = [markdown.image(f"{name}.{images[0]}", drawn[name]) for name in drawn if images]
     (out / "report.md").write_text(markdown.page(report, shown), encoding="utf-8")
-    for number, (name, picture) in enumerate(pictures, 1):
-        log.info("drawing figure %d of %d", number, len(pictures))
-        (out / "figures").mkdir(exist_ok=True)
-        figure = plot_matplotlib.draw(picture.chart, width)
-        plot_matplotlib.save(figure, out / "figures" / name, formats)
-    if pictures and images:
+    _draw(drawn, out / "figures", formats, width)
+    if drawn and images:
         _write_page(report, found, out)
+    if absent := [each for each in only if each not in kinds.values()]:
+        raise ValueError(f"--only {','.join(absent)}: these runs have no such figure")
+
+
+def _draw(pictures, folder, formats, width):
+    for number, (name, picture) in enumerate(pictures.items(), 1):
+        log.info("drawing figure %d of %d", number, len(pictures))
+        folder.mkdir(exist_ok=True)
+        figure = plot_matplotlib.draw(picture.chart, width)
+        plot_matplotlib.save(figure, folder / name, formats)
 
 
 def _write_page(report, found, out):

@@ -54,6 +54,8 @@ def test_run_labels_are_distinct(run, tmp_path, capsys):
         (["whole", "--figures", ""], "--figures: '': must be one of svg, pdf, png"),
         (["whole", "--figures", "svg", "--tables"], "--figures cannot be combined with --tables"),
         (["whole", "--width", "84mm"], "--width is the width of figure files; add --figures"),
+        (["whole", "--only", "loss"], "--only selects figure files; add --figures pdf"),
+        (["whole", "--figures", "svg", "--only", "los"], "--only: los: must be one of loss, runs"),
         *(
             (["whole", "--figures", "svg", "--width", width], f"--width: {width}: must be a width")
             for width in ("84", "1mm", "9999mm", "nanmm", "wide")

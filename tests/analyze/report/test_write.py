@@ -1,11 +1,14 @@
 """Files that a report writes, and files that it does not change."""
 
 import csv
+import inspect
+import re
 
 import pytest
 
 from hpc3d import report
-from tests.analyze.report.by_hand import reported
+from hpc3d.analyze.report import figure_list
+from tests.analyze.report.by_hand import reported, write_run
 
 LABEL = "3d (shards only m and n), x=2 y=2"
 
@@ -54,3 +57,24 @@ def test_page_is_written_before_the_figure_files(run, monkeypatch):
     monkeypatch.setattr("hpc3d.analyze.report.plot_matplotlib.save", fail)
     assert report.main([str(run), "--figures", "pdf"]) == 2
     assert (run / "report" / "report.html").stat().st_size > 1e5
+
+
+def test_only_the_chosen_figures_are_drawn(run, tmp_path, capsys):
+    runs = [str(run), str(write_run(tmp_path / "flat", scheme="1d"))]
+    words = ["--figures", "svg", "--out", str(tmp_path / "out"), "--only"]
+    assert report.main([*runs, *words, "runs,traffic"]) == 0
+    names = [f"traffic{axis}-{number}.svg" for axis in ("", "-x", "-y") for number in (1, 2)]
+    drawn = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert drawn == {"runs.svg", *names}
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert text.count("](figures/") == len(drawn)
+    assert report.main([*runs, *words, "runs,speedup"]) == 2
+    assert "--only speedup: these runs have no such figure" in capsys.readouterr().err
+    assert "figures/runs.svg" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+
+
+def test_names_of_all_figures_are_options():
+    calls = []
+    for source in (figure_list.of_runs, figure_list.of_run, figure_list._step_times):
+        calls += re.findall(r'Picture\(f?"(\w+)', inspect.getsource(source))
+    assert sorted(calls) == sorted(figure_list.NAMES)
