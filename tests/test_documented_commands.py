@@ -12,7 +12,7 @@ import pytest
 
 from hpc3d.runtime.metrics_file import read
 from tests.documented import preparations
-from tests.documented.pages import PAGES, commands, simple, spans
+from tests.documented.pages import PAGES, commands, excerpts, simple, spans
 from tests.documented.parsers import wrong
 from tests.documented.scripts import output_of, reduced, script
 from tests.documented.tables import ELSEWHERE, EXPECTED, REDUCED, SETTINGS, SHOWN
@@ -105,6 +105,23 @@ def test_expected_output_appears_on_the_page(page):
     assert not [each for each in SHOWN[page] if not re.search(each, text)]
 
 
+def quoted():
+    """Yield a test case for each excerpt; those of searches and techniques are slow."""
+    for page in PAGES:
+        for text, lines in excerpts(page):
+            long = "hpc3d.plan" in text and "--schedule" not in text
+            marks = [pytest.mark.slow] if long else []
+            yield pytest.param(page, text, lines, marks=marks, id=f"{page}: {text}")
+
+
+@pytest.mark.parametrize(("page", "text", "lines"), [*quoted()])
+def test_excerpts_of_deterministic_commands_are_printed(page, text, lines, tmp_path):
+    (tmp_path / "inputs").symlink_to(ROOT / "inputs")
+    printed = output_of(script([(with_names(page, text), 0)]), tmp_path, SECONDS)
+    known = {line.rstrip() for line in printed.splitlines()} | {"...", ""}
+    assert not [line for line in lines if line not in known]
+
+
 @pytest.fixture(scope="module")
 def some_run(tmp_path_factory):
     """Folder of a small run, which pages call results/RUN."""
@@ -114,10 +131,16 @@ def some_run(tmp_path_factory):
     return run
 
 
-def as_typed(name, page, text):
-    """Return a command with a reader's own names, in its shorter form."""
+def with_names(page, text):
+    """Return a command with a reader's own names."""
     for word, value in SETTINGS.get(page, {}).items():
         text = text.replace(word, value)
+    return text
+
+
+def as_typed(name, page, text):
+    """Return a command with a reader's own names, in its shorter form."""
+    text = with_names(page, text)
     pattern = entry(REDUCED, name)
     return reduced(text, REDUCED[pattern]) if pattern else text
 

@@ -216,9 +216,9 @@ def planning_funnel():
     figure, axes = canvas(7.5, 3.6, 100, 44)
     levels = [
         ("3,421,840 layouts", "405 mesh sizes and schemes, all allowed by the rules", 96),
-        ("lower bounds", "118 sizes pruned: even their lower bound is too slow", 78),
-        ("estimates", "39 sizes timed with 483 layouts, 248 sizes not visited", 62),
-        ("simulation", "25 layouts simulated in full", 46),
+        ("lower bounds", "116 sizes pruned: even their lower bound is too slow", 78),
+        ("estimates", "39 sizes timed with 476 layouts, 250 sizes not visited", 62),
+        ("simulation", "23 layouts simulated in full", 46),
         ("result", "10 layouts listed", 32),
     ]
     for number, (title, text, width) in enumerate(levels):

@@ -30,6 +30,7 @@ PROGRAMS = (
 COMMAND = re.compile(rf"(?:\w+=\S+ +)*(?:\S*/)?(?:{'|'.join(PROGRAMS)})(?= |$)|\w+=\$\(")
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SHOWN_FILE = re.compile(r"`(\w+\.(?:py|toml))`:\n\n```\w+\n(.*?)```", re.DOTALL)
+DETERMINISTIC = re.compile(r"hpc3d[. ](simulate|plan|layout)\b|--dry-run")
 SHELLS = "sh", "bash", "console"
 SPAN = re.compile(r"`([^`\n]+)`")
 ALTERNATIVES = re.compile(r"(?<= )[a-z]+(?:\|[a-z]+)+(?= |$)")
@@ -57,6 +58,18 @@ def commands(page, text=None):
     found = []
     for first, lines in _blocks(text):
         found += _of_block(page, first, lines)
+    return found
+
+
+def excerpts(page):
+    """Return (command, lines) for each block with output of a deterministic command, which is the
+    last command above the block."""
+    text, found = (ROOT / page).read_text(encoding="utf-8"), []
+    for fence in FENCE.finditer(text):
+        above = commands(page, text[: fence.start()]) if fence[2] == "text" else []
+        last = max(above, key=lambda each: each.line, default=None)
+        if last and DETERMINISTIC.search(last.text):
+            found.append((last.text, [line.rstrip() for line in fence[3].splitlines()]))
     return found
 
 
