@@ -190,3 +190,19 @@ def test_folder_that_is_not_a_run_is_named_with_what_it_lacks(tmp_path, capsys):
         assert main([str(tmp_path), "--machine", "h100", *options]) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith(f"hpc3d.simulate: {tmp_path}: this folder has no config.toml; ")
+
+
+@pytest.mark.parametrize(
+    ("words", "begin"),
+    [
+        (["--parallel.sync", "blocking"], "a step in 16: "),
+        (["--parallel.sync", "stale"], "overlaps with 16 steps, "),
+        (["--parallel.sync", "stale", "--parallel.local_steps", "1"], "every step, stale: "),
+    ],
+)
+def test_agreement_of_workers_is_described(words, begin, capsys):
+    assert main(["gpt-local", "--machine", "h100-ethernet", *words]) == 0
+    said = capsys.readouterr().out.splitlines()
+    (line,) = [each for each in said if each.startswith("agreement")]
+    assert line.split(maxsplit=1)[1].startswith(begin)
+    assert "a rank receives 0.723 MB from other workers" in line
