@@ -20,7 +20,7 @@ from hpc3d.analyze.metrics.pass_spans import PassSpan, spans
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import stored
 from hpc3d.pipeline.engine import PHASE
-from hpc3d.pipeline.instruction import COMPUTE, Instruction
+from hpc3d.pipeline.instruction import COMPUTE, Instruction, is_pair
 from hpc3d.pipeline.schedule import SCHEDULES, instruction_streams
 from hpc3d.pipeline.step_model import in_flight
 from hpc3d.pipeline.timeline import Cost, Row, bubble, timeline
@@ -121,7 +121,8 @@ class StepPasses:
 
     One rank represents its stage, because all ranks of a stage run the same passes almost
     simultaneously. `ranks[stage]` is the number of ranks of a stage. A pass extends from the start
-    of its first event to the end of its last event. Messages are excluded, because a receive is
+    of its first event to the end of its last event. The time of two alternating passes is divided
+    in proportion to these durations. Messages are excluded, because a receive is
     posted long before the pass that waits for the message.
     """
 
@@ -140,7 +141,7 @@ class StepPasses:
         for op, stage, _, mb, chunk, start, end in table.tolist():
             span = (start - zero) * 1e-9, (end - zero) * 1e-9
             rows[stage].append((*span, Instruction(COMPUTE[op], mb, chunk)))
-        return rows
+        return [_divided(row) for row in rows]
 
     def in_flight(self, step: int) -> dict[int, int]:
         """Return the maximum number of forward passes in flight on each stage during a step.
@@ -158,6 +159,18 @@ class StepPasses:
             changes = [change for _, change in sorted(enter + leave)]
             peaks[stage] = max(accumulate(changes, initial=before))
         return peaks
+
+
+def _divided(row: Row) -> Row:
+    """Divide the time of each pair of alternating passes in proportion to their durations."""
+    row = [*row]
+    for number in range(len(row) - 1):
+        (start, end, forward), (begin, last, backward) = row[number : number + 2]
+        if begin < end and is_pair((forward, backward)):
+            lengths, last = (end - start, last - begin), max(end, last)
+            middle = start + (last - start) * lengths[0] / sum(lengths)
+            row[number : number + 2] = (start, middle, forward), (middle, last, backward)
+    return row
 
 
 def _events_of_passes(trace):

@@ -133,6 +133,21 @@ def test_run_without_stages_and_microbatches_has_no_pipeline_table(tmp_path):
         assert pipeline_of_step(recorded, 1) == ([], [], [], [])
 
 
+def test_time_of_alternating_passes_is_divided(tmp_path):
+    """Each pair takes the time from its first to its last event."""
+    options = {"overlap_experts": "true", "schedule": "dualpipe-v", "microbatches": 4}
+    keys = {f"parallel__{key}": value for key, value in options.items()}
+    folder = trained(tmp_path / "run", 2, mesh__e=2, mesh__x=1, model__experts=4, **keys)
+    with opened(folder) as recorded:
+        (row,) = StepPasses(recorded).measured(1)
+        tables = pipeline_of_step(recorded, 1)[0]
+    streams, _ = instruction_streams("dualpipe-v", 1, 4, 2)
+    assert [what for *_, what in row] == whole(streams[0])
+    assert all(one[1] <= other[0] for one, other in pairwise(row))
+    assert 0 <= tables[0]["idle_share"] < 1 and 0 <= tables[0]["idle_share_simulated"] < 0.01
+    assert tables[0]["in_flight"] == tables[0]["in_flight_simulated"]
+
+
 def rows_of(*stages):
     """Return the rows, in seconds, of stages given as {pass: (start, end)}."""
     return [[(*span, parse(text)) for text, span in row.items()] for row in stages]

@@ -48,6 +48,8 @@ d=2 e=4 experts=4 top_k=4 shared_experts=1 capacity=0 zero=1 recompute='["layern
 e=2 x=2 y=2 experts=4 top_k=2 scheme=2d recompute=full
 d=2 e=2 z=2 experts=4 balance_bias=0.001 zero=3 prefetch=true chunked_products=2 hidden=36
 p=2 d=2 e=2 experts=4 moe_every=2 schedule=zb-h1 microbatches=4 zero=2
+p=2 e=2 experts=4 schedule=dualpipe-v microbatches=4 overlap_experts=true recompute=[1]
+e=2 x=2 experts=4 schedule=dualpipe-v microbatches=3 overlap_experts=true dtype=float32
 c=2 e=2 x=2 kind=llama kv_heads=12 sequence=8 experts=4 top_k=2
 d=2 x=2 dtype=bfloat16 microbatches=2 bucket_mb=0.01 local_steps=2 outer_momentum=0.9
 p=2 d=2 dtype=float32 schedule=1f1b microbatches=4 local_steps=2 'offload=["optimizer"]'
