@@ -204,7 +204,7 @@ def speed_rows(
         row = {"run": group.label, "ranks": run["ranks"], "scaling": kind}
         row["noise"] = max(busy[index] or 0.0 for index in (*group.runs, *reference))
         row["difference"] = difference_of(loads[reference[0]], loads[group.runs[0]])
-        rows.append(row | _ratio("speedup", times[group.reference], steps, work))
+        rows.append(row | _time_ratio("speedup", times[group.reference], steps, work))
     return rows
 
 
@@ -213,7 +213,7 @@ def _work(run: _Row, rate: str) -> float | None:
     return None if run[rate] is None else run[rate] * run["step_s"]
 
 
-def _ratio(
+def _time_ratio(
     key: str, first: _Samples, others: _Samples, work: float | None = 1.0
 ) -> dict[str, float | None]:
     """Return the ratio of the step times of two groups times `work`, and its confidence interval.
@@ -302,7 +302,7 @@ def _gains(number, rows, groups, times):
         known = [other for other in others if None not in (rows[other][key], own[key])]
         best = min(known, key=lambda other: rows[other][key], default=number)
         samples = (groups[each].samples(times[key]) for each in (best, number))
-        gains |= _ratio(name, *samples, work=1.0 if known else None)
+        gains |= _time_ratio(name, *samples, work=1.0 if known else None)
     return gains
 
 
