@@ -138,6 +138,32 @@ def test_a_name_that_does_not_exist_is_found(text, wrong):
     assert unknown(text) == wrong
 
 
+QUOTED = re.compile(r"^\*\*.*?\*\*(?: or \*\*.*?\*\*)?", re.MULTILINE | re.DOTALL)
+# Ends of the fixed phrases of a message: parts that it fills in, and punctuation.
+GIVEN = re.compile(r"\S*\.\.\.\S*|\d+|hn\d|\b(?:input|machine|all|does|\w)\b|[,;:=(]")
+# Messages of MPI, of the dynamic linker and of HDF5.
+OTHERS = "libmpi", "prterun", "pmix", "there are not", "runtime env", "prte", "truncated file"
+
+
+def phrases(message):
+    """Return the fixed phrases of a message: sequences of up to three words."""
+    for part in GIVEN.split(message):
+        row = part.split()
+        yield from (" ".join(row[n : n + 3]) for n in range(max(1, len(row) - 2)))
+
+
+def test_messages_in_troubleshooting_are_printed():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"`([^`]+)`", " ".join(QUOTED.findall(text)))
+    ours = [each for each in quoted if not each.lower().startswith(("mpirun", *OTHERS))]
+    scripts = (ROOT / "hpc3d" / "jobs").glob("*.sh")
+    paths = [*(ROOT / "hpc3d").rglob("*.py"), *scripts]
+    # The parts of a string on several lines are joined.
+    source = re.sub(r'"\s*f?"', "", " ".join(path.read_text(encoding="utf-8") for path in paths))
+    assert len(ours) > 12
+    assert not [each for each in ours if not all(one in source for one in phrases(each))]
+
+
 def test_index_links_every_page():
     found = {*LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))}
     assert {path.name for path in PAGES if path.parent.name == "docs"} - {"index.md"} <= found

@@ -35,10 +35,10 @@ def refuse_unshared(job: Job, homes: Homes, locate: Callable[[], Path]) -> None:
     key = job.comm.bcast(_left_key(asked) if job.rank == 0 else None)
     if blind := _unseen(job, homes, key):
         name, first = listed([homes.hosts[rank] for rank in blind]), homes.hosts[0]
-        sees = "do not see" if len(blind) > 1 else "does not see"
+        do = "do" if len(blind) > 1 else "does"
         where = os.path.dirname(key)
         where = "there" if where == str(asked) else f"in {where}"
-        job.refuse(f"{asked}: {name} {sees} the files of {first} {where}; {REMEDY}")
+        job.refuse(f"{asked}: {name} {do} not see the files of {first} {where}; {REMEDY}")
 
 
 def _unseen(job: Job, homes: Homes, key: str | None) -> list[int]:
