@@ -226,7 +226,8 @@ def _agreement(agreement):
     if stale:
         line = f"overlaps with {every} steps, in which a rank receives {received / 1e6:.3f} MB"
         return f"{line} from other workers; the last one takes {seconds}; the step time is a mean"
-    return f"a step in {every}: {line}; the step time is a mean, all other values without it"
+    means = "step, MFU and communication are means, and all other values are without it"
+    return f"a step in {every}: {line}; {means}"
 
 
 def _sum_of_times(time):
