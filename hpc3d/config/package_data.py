@@ -76,7 +76,8 @@ def refuse_model(path: Path | str) -> None:
     if weights or os.path.isfile(os.path.join(source, _MODEL)):
         raise ValueError(
             f"{path}: a model of Hugging Face Transformers, not a run or an input file; run "
-            f"python -m hpc3d.checkpoint import {source} -o results/NEW, then use results/NEW"
+            f"python -m hpc3d.checkpoint import {source} -o results/NEW, then use results/NEW "
+            "(train: --resume results/NEW)"
         )
 
 

@@ -164,7 +164,8 @@ def test_commands_show_how_to_import_a_hugging_face_model(name, elsewhere, capsy
     source = given if given.suffix == ".safetensors" else elsewhere
     line = (
         f"{given}: a model of Hugging Face Transformers, not a run or an input file; run python "
-        f"-m hpc3d.checkpoint import {source} -o results/NEW, then use results/NEW"
+        f"-m hpc3d.checkpoint import {source} -o results/NEW, then use results/NEW (train: "
+        "--resume results/NEW)"
     )
     for words in (["layout"], ["plan", "--ranks", "2"], ["simulate"]):
         assert main([*words, str(given)]) == 2
