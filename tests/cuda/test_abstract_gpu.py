@@ -70,6 +70,7 @@ LINES = [
     f"{ONE} dtype=bfloat16 hidden=32 heads=4 sequence=16 boundaries=true",
     f"c=2 {ONE[4:]} dtype=bfloat16 hidden=32 heads=4 sequence=16 boundaries=true",
     f"d=2 e=2 x=2 zero=1 {ONE[4:]} layers=1 batch=16 optimizer=adafactor experts=4",
+    f"e=2 {ONE[4:]} schedule=dualpipe-v experts=4 overlap_experts=true recompute=full",
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=lion",
     f"d=2 x=2 zero=1 {ONE[4:]} batch=8 optimizer=muon kind=llama kv_heads=4 ffn=24",
     f"x=2 y=2 {ONE[4:]} layers=1 batch=8 optimizer=muon orthogonalize=sharded",

@@ -149,7 +149,11 @@ def on_one_rank(ranks, hurt, kind=Corrupt):
     return [find.line for find in ranks[hurt].found]
 
 
-LATER = "d=2 x=2 zero=1 microbatches=2 prefetch=true", "d=3 local_steps=1 sync=stale steps=4"
+LATER = (
+    "d=2 x=2 zero=1 microbatches=2 prefetch=true",
+    "d=3 local_steps=1 sync=stale steps=4",
+    "e=2 x=2 schedule=dualpipe-v microbatches=2 experts=4 overlap_experts=true",
+)
 
 
 @pytest.mark.parametrize("line", [*MATRIX, *LATER])
