@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -179,10 +179,10 @@ class StepModel:
         backward = np.cumsum([0, *(op in ("B", "BW") for op, *_ in passes)]) > 0
         states = np.column_stack([states, backward])
         rows: dict[tuple[str, int], list[int]] = {}
-        number = 0
-        for (op, _, chunk), *others in paired(passes) if pairs else zip(passes):
-            rows.setdefault((PAIR if others else op, chunk), []).append(number)
-            number += 1 + len(others)
+        groups = [*(paired(passes) if pairs else zip(passes))]
+        for group, number in zip(groups, accumulate(map(len, groups), initial=0)):
+            op, _, chunk = group[0]
+            rows.setdefault((PAIR if group[1:] else op, chunk), []).append(number)
         fullest = {kind: _fullest(states[numbers]) for kind, numbers in rows.items()}
         kinds = [kind for kind, found in fullest.items() for _ in found]
         return kinds, np.concatenate([*fullest.values()])

@@ -476,13 +476,14 @@ class LayerSample:
         If they are stale, the field `left` contains the bytes of a full agreement in flight.
         """
         every, (parameters, optimizer, compression) = self.config.parallel.local_steps, self.layer
-        parallel = replace(self.config.parallel, local_steps=min(every, 1))
+        if not every:
+            return NOTHING
+        parallel = replace(self.config.parallel, local_steps=1)
         train = replace(self.config.train, steps=3)
         config = replace(self.config, parallel=parallel, train=train)
         buckets = Buckets(parameters, most, compression)
         outer = outer_optimizer_of(config, optimizer, buckets)
-        if not outer:
-            return NOTHING
+        assert outer
         with self.clock.repeated(times, most):
             _, first = self.measured(partial(outer.after, 0))
             _, done = self.measured(partial(outer.after, 1))

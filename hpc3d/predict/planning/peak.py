@@ -170,9 +170,15 @@ def stage_bytes(
     forward = [work.forward.left for work in works]
     inputs = [work.forward.left + work.backward.left for work in works]
     moments = model.held(number, forward, inputs, pairs=parallel.overlap_experts)
-    fused = split and not {"BW", PAIR}.isdisjoint(op for (op, _), _ in moments)
+    kinds = {kind for kind, _ in moments}
+    fused = split and any([op in ("BW", PAIR) for op, _ in kinds])
     wholes = [work_of(parts, each, False) for each in chunks] if fused else works
-    peaks = {kind: _peak(chunks, works, wholes, kind) for kind, _ in moments}
+    peaks = {
+        (op, chunk): _pair_peak(chunks, works, wholes, chunk)
+        if op == PAIR
+        else (wholes if op == "BW" else works)[chunk][_PASS[op]].peak
+        for op, chunk in kinds
+    }
     moments = [(saved, peaks[kind] + blocks) for kind, saved in moments]
     # The update, or the start of the next forward pass, holds at most two gathered buckets.
     # Gradient reductions overlap with the last backward pass.
@@ -182,7 +188,8 @@ def stage_bytes(
     moments += [(0, min(times, ahead) * rest.peak), (0, most * sums.peak)]
     moments += [(remaining * parts.layer.forward.left, early * sums.peak + backward.peak + blocks)]
     saved, passing = max(moments, key=sum)
-    passing += _part_in_flight(config, held["gradient"]) * times * rest.left
+    if parallel.sync == "stale":
+        passing += _part_in_flight(config, held["gradient"]) * times * rest.left
     passes = {"activations in flight": int(saved), "the running pass": int(passing)}
     return held + Counter(passes | {"workspace": parts.workspace})
 
@@ -196,20 +203,17 @@ def _part_in_flight(config: Config, gradient: float) -> float:
     return min(1.0, (max(1.0, count / max(1, every)) + 1) / max(1, count))
 
 
-def _peak(
+def _pair_peak(
     chunks: Sequence[StageContent],
     works: Sequence[StageWork],
     wholes: Sequence[StageWork],
-    kind: tuple[str, int],
+    chunk: int,
 ) -> float:
-    """Return the peak memory of a pass or a pair of passes, whose `kind` is (op, chunk).
+    """Return the peak memory of a pair of passes, of which the forward pass is that of `chunk`.
 
-    In a pair, the backward pass is that of the other chunk. When the forward pass saves the
-    activations of a mixture of experts, the backward pass frees those of another one.
+    When the forward pass saves the activations of a mixture of experts, the backward pass, which
+    is that of the other chunk, frees those of another one.
     """
-    op, chunk = kind
-    if op != PAIR:
-        return (wholes if op == "BW" else works)[chunk][_PASS[op]].peak
     forward, mixtures = works[chunk].forward, chunks[chunk].mixtures or chunks[chunk].layers
     freed = forward.left * (1 - 1 / max(1, mixtures))
     return forward.peak - freed + wholes[1 - chunk].backward.peak
