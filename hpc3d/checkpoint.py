@@ -69,18 +69,18 @@ def parser() -> Parser:
     verb("verify", verify, "verify checksums, and check tensors for gaps and overlaps")
     files = "FOLDER|FILE.safetensors"
     text = (
-        "export the parameters as a Hugging Face Transformers model of a family in "
-        "docs/hugging-face.md: a folder with config.json, model.safetensors and the tokenizer of "
-        "the run, or a single safetensors file. A float16 or bfloat16 run exports its float32 "
-        "master weights"
+        "export the parameters as a Hugging Face Transformers model: a folder with config.json, "
+        "model.safetensors and the tokenizer of the run, or a single safetensors file. A float16 "
+        "or bfloat16 run exports its float32 master weights. docs/hugging-face.md lists the "
+        "supported model families"
     )
     out = verb("export", export, text, output=files)
     out.add_argument("--force", action="store_true", help="replace an existing export")
     out.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: unchanged)")
     text = (
-        "create a run from a Hugging Face Transformers model of a family in docs/hugging-face.md. "
-        "`train --resume RUN_DIR` then trains it on any layout. Configuration keys, such as "
-        "--data.path, can be set as options, as in train"
+        "create a run from a Hugging Face Transformers model. docs/hugging-face.md lists the "
+        "supported model families. `train --resume RUN_DIR` then trains it on any layout. "
+        "Configuration keys, such as --data.path, can be set as options, as in train"
     )
     usage = f"%(prog)s {files} -o RUN_DIR [--section.key value ...] [--allow-nonfinite] [--json]"
     begin = verb("import", _begin, text, source=files, output="RUN_DIR", usage=usage)

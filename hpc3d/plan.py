@@ -11,7 +11,7 @@ varies the sizes of all mesh axes (the context axis c only if it may help), ever
 hpc3d.SCHEMES and the parallel.split of the input, the order of the axes on the nodes, the schedule
 and its chunks, the microbatches, the ZeRO stage, activation checkpointing, and re-gathering. For
 the best layouts, it also varies the layers per stage, hybrid sharding, the prefetching of weights,
-the overlap of experts and the bucket size.
+the overlap of expert all-to-alls and the bucket size.
 
 Lower bounds prune layouts that cannot be among the best. For the remaining layouts,
 simulations of one layer, the embedding and the head yield an estimate of the step time, marked

@@ -86,8 +86,8 @@ the errors of published steps with a similar layout, interval contains layout, s
 high_s. For GPUs, cuda_graph states what the CUDA graph of the step contains, or why it has none.
 With local updates, step_time_s is a mean. The key agreement contains every, the interval in steps,
 sync, and the step time step_s and the bytes of a step in which the workers agree. A stale
-agreement overlaps with every steps, of which this is the last one; bytes contains its bytes in all
-of them"""
+agreement overlaps with as many steps as every specifies. In this case, step_s is the time of the
+last of these steps, and bytes covers all of them"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -226,8 +226,8 @@ def _agreement(agreement):
     if stale:
         line = f"overlaps with {every} steps, in which a rank receives {received / 1e6:.3f} MB"
         return f"{line} from other workers; the last one takes {seconds}; the step time is a mean"
-    means = "step, MFU and communication are means, and all other values are without it"
-    return f"a step in {every}: {line}; {means}"
+    line = f"a step in {every}: {line}; the step time, MFU and communication are means"
+    return f"{line}; all other values are for a step without an agreement"
 
 
 def _sum_of_times(time):

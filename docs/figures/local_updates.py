@@ -34,7 +34,7 @@ def mean(table, steps, column):
 
 
 def local_updates(lines, synchronous):
-    """Validation loss over received bytes and over simulated time.
+    """Validation loss versus received bytes and versus simulated time.
 
     `lines` maps the name of each line to the rows of its training runs and of its simulations.
     `synchronous` is the name of the line that also has runs without local updates.

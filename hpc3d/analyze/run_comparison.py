@@ -245,7 +245,7 @@ def scaling_table(
 ) -> list[dict[str, Any]]:
     """Return one row per group, with its speedup and efficiency over its reference group.
 
-    If any group is compared with another group than the first one, the column `reference` contains
+    If a group is compared with a group other than the first one, the column `reference` contains
     the label of the reference group. If all groups have as many ranks, the table has no scaling.
     """
     rows, several = [], any(group.reference for group in groups)

@@ -37,7 +37,7 @@ def _paths(config: Config) -> dict[str, str]:
 
 
 def named_text(config: Config) -> str:
-    """Return `data.path` and its value for messages, which also name the default text."""
+    """Return "data.path = VALUE" for messages, with a note if it is the default text."""
     paths, default = config.data.paths(), text_path(Config().data.path)
     same = [os.path.realpath(text_path(path)) for path in paths] == [os.path.realpath(default)]
     return f"{PATH} = {', '.join(paths)}" + " (the default, a text shipped with hpc3d)" * same

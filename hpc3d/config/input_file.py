@@ -166,8 +166,9 @@ class ParallelConfig:
     )
     """Nesterov momentum of the outer optimizer. DiLoCo uses 0.9."""
     sync: Annotated[Literal["blocking", "stale"], ValidFor("parallel.local_steps")] = "blocking"
-    """Agreement of the workers: with blocking, they wait for it. With stale, it is applied
-    local_steps steps later, and its communication overlaps with these steps."""
+    """How the workers synchronize. With blocking, they wait until an agreement completes. With
+    stale, an agreement is applied local_steps steps after it starts, and its communication
+    overlaps with these steps."""
     bucket_mb: Annotated[float | None, AtLeast(0), LessThan(inf)] = None
     """Size of a gradient bucket in MB. One collective reduces each bucket along d. Default: 25, or
     more if latency accounts for more than 40 % of the predicted time of a collective of 25 MB

@@ -81,8 +81,8 @@ def _wrong_shard(config: Config) -> Iterator[str]:
     elif parallel.local_steps and config.workers == 1 and not _has_outer_update(parallel):
         group = "parallel.shard" if shard else "1"
         key = f"parallel.local_steps = {parallel.local_steps}"
-        why = f"mesh.d = {replicas} is a single worker, whose parameters are their own mean"
-        yield f"{key}: {why}; use 0, or a mesh.d above {group}"
+        why = f"mesh.d = {replicas} gives a single worker, so averaging has no effect"
+        yield f"{key}: {why}; use 0, or mesh.d above {group}"
 
 
 def _has_outer_update(parallel: ParallelConfig) -> bool:

@@ -21,8 +21,8 @@ def open_texts(
 ) -> Tokens:
     """Open the texts at `paths`, and mix them by `weights` if there are several.
 
-    Raises a one-line ValueError that begins with `data.path` if a text cannot be read, is in the
-    mixture twice, or has another tokenizer than the first text.
+    Raises a one-line ValueError that begins with `data.path` if a text cannot be read or is in
+    the mixture twice, or if its tokenizer differs from that of the first text.
     """
     for path in paths:
         refuse_joined(path)
@@ -55,7 +55,7 @@ def refuse_other_tokenizer(text: Tokens, first: Tokens) -> None:
     if text.made_by() != first.made_by():
         file = Path(first.path).suffix == SUFFIX
         raise ValueError(
-            f"data.path: {text.path} has another tokenizer ({text.described()}) than "
+            f"data.path: the tokenizer of {text.path} ({text.described()}) differs from that of "
             f"{first.path} ({first.described()}); prepare all texts with the same tokenizer, "
             f"such as --tokenizer {first.path if file else first.tokenizer}"
         )
@@ -65,8 +65,8 @@ def _refuse_other_end(text: Tokens, first: Tokens) -> None:
     """Raise a one-line ValueError if the end-of-document token of `text` differs from `first`."""
     if text.end_name != first.end_name and text.end() != first.end():
         raise ValueError(
-            f"data.path: {text.path} has another end-of-document token ({text.end_name}) than "
-            f"{first.path} ({first.end_name}); prepare all texts with the same --end"
+            f"data.path: the end-of-document token of {text.path} ({text.end_name}) differs from "
+            f"that of {first.path} ({first.end_name}); prepare all texts with the same --end"
         )
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from hpc3d.predict.machine.machine import Machine
 
 # FlashAttention-2 on an H100 (arXiv:2407.08608, figures 5 and 6), in 1e12 FLOP/s, for 512, 1,024,
-# 2,048, ... tokens with a causal mask, as in all rows. Only the forward pass with heads of 128 is
-# published; the other rates are assumed as in machines/h100.toml.
+# 2,048, ... tokens with a causal mask, as in all rows. Only the forward pass with head dimension
+# 128 is published; the other rates rest on the same assumptions as in machines/h100.toml.
 _FLASH_2 = {
     (64, False): (174, 227, 262, 278, 290, 293),
     (128, False): (191, 260, 298, 319, 333, 335),

@@ -145,8 +145,8 @@ def _uncaptured_attention(config: Config) -> Iterator[str]:
     """Report a sequence length at which cuDNN's attention cannot be captured.
 
     Attention with dropout, document boundaries or a soft cap does not use cuDNN, and neither does
-    a window in a ring. In a ring, the numbers of queries and keys of a call are multiples of the
-    chunk length.
+    ring attention with a sliding window. In ring attention, the numbers of queries and keys per
+    call are multiples of the chunk length.
     """
     model, context = config.model, config.context()
     fused = config.train.dtype in ("float16", "bfloat16")

@@ -159,7 +159,7 @@ def test_list_without_brackets_is_rejected_with_a_hint():
 def test_texts_with_different_tokenizers_are_rejected(files, bpe):
     write_tokens(files / "b.h5", [files / "b.txt"], bpe)
     for first, second, fix in (("a.txt", "b.h5", "byte"), ("b.h5", "a.txt", files / "b.h5")):
-        match = rf"\Adata\.path: .*{second} .*tokenizer .*{first} .*; .*--tokenizer {fix}\Z"
+        match = rf"\Adata\.path: .*tokenizer of .*{second} .*{first} .*; .*--tokenizer {fix}\Z"
         with pytest.raises(ValueError, match=match):
             open_texts([files / first, files / second], [2, 1])
 
@@ -180,7 +180,7 @@ def test_texts_with_different_end_tokens_are_rejected(files, bpe):
     end = next(token for token in "abc" if bpe.id_of(token))
     write_tokens(files / "a.h5", [files / "a.txt"], bpe)
     write_tokens(files / "b.h5", [files / "b.txt"], BpeTokenizer(bpe.json, end))
-    match = rf"\Adata\.path: .*b\.h5 .*end-of-document token \({end}\) .*a\.h5 .*end.*same --end"
+    match = rf"\Adata\.path: .*end-of-document token of .*b\.h5 \({end}\) .*a\.h5 .*same --end"
     with pytest.raises(ValueError, match=match):
         open_texts([files / "a.h5", files / "b.h5"], [1, 1])
 

@@ -168,7 +168,7 @@ def test_validation_tokens_of_another_tokenizer_are_rejected(tmp_path, text, bpe
     for tokens, path in ((bytes_of, learned), (learned_of, byte), (learned_of, str(text))):
         line = refused(separate_texts, [path], tokens)
         assert re.search(
-            rf"{path} has another .* than {tokens.path} .* --tokenizer {tokens.path}$", line
+            rf"of {path} .* differs from that of {tokens.path} .* --tokenizer {tokens.path}$", line
         )
     learned_of.json += " "  # the same name and vocabulary, other merges
-    assert "has another tokenizer" in refused(separate_texts, [learned], learned_of)
+    assert "the tokenizer of" in refused(separate_texts, [learned], learned_of)

@@ -1,7 +1,8 @@
 """Layers and matrix blocks of each rank, read from the objects that training uses.
 
 The coordinates of a rank, the layer ranges of its stage, and the slices of its parameters come
-from the `Grid`, from `parts_of` and from `Layout.slices` of `Parameters` on abstract arrays.
+from the `Grid`, from `parts_of` and from `Layout.slices` of `Parameters` on abstract arrays,
+respectively.
 """
 
 from __future__ import annotations

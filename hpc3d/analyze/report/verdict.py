@@ -55,7 +55,7 @@ def _composition(parts: Mapping[str, float | None]) -> str:
         waiting = ""
         waits = (parts["wait_s"] or 0) - parts["copy_wait_s"]
         if waits > _ROUNDING * step:  # identical ranks never wait for each other in a simulation
-            waiting = f", {_share(waits, calls)} of it waiting for other ranks"
+            waiting = f", of which {_share(waits, calls)} is waiting for other ranks"
         clauses.append(f"{_share(calls, step)} communication calls{waiting}")
     if offload > _MENTIONED * step:
         clauses.append(f"{_share(offload, step)} offload copies")

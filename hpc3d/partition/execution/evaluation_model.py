@@ -210,6 +210,6 @@ def _placed(captured, model, pieces):
 def _refuse(captured, model, pieces):
     node, name = next(_placed(captured, model, pieces))
     raise ValueError(
-        f"{node.name}{where(node)} reads {name} on another pipeline stage than in training; make "
-        "a plan with one stage, or read the weights in the same order as in training"
+        f"{node.name}{where(node)} reads {name} on a different pipeline stage than in training; "
+        "make a plan with one stage, or read the weights in the same order as in training"
     )

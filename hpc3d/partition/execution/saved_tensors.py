@@ -10,7 +10,7 @@ following tensors are not rounded:
 
     statistics inside an operation, such as the log-sum-exp of attention or the mean of a norm
     results whose last dimension is 1
-    tensors of another data type than the parameters, such as masks and indices
+    tensors whose data type differs from that of the parameters, such as masks and indices
 
 If activations are offloaded, all saved blocks are moved to the host store. When the backward pass
 reads a block, the block is copied back, and the block saved before it is prefetched.

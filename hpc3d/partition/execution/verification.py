@@ -340,8 +340,8 @@ class _Verification:
         loss = self.captured.loss
         if loss.reduction == "sum":
             return (
-                f"return the sum over the samples{where(loss.node)}, or a factory result without "
-                '"sum" if the loss is a mean'
+                f"return the sum over the samples{where(loss.node)}, or, if the loss is a mean, "
+                'remove "sum" from the return value of the factory'
             )
         return (
             f"return the loss as a mean over the samples{where(loss.node)}, or let the factory "

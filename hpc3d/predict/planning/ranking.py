@@ -43,7 +43,8 @@ _NAMED = {
 }
 _QUOTED = "order", *LOOPS, *STORAGE  # keys whose values may contain spaces
 _EACH = 2  # number of candidates to time in each class of layouts in _NAMED
-_LEAN = 8  # number of smallest estimates whose memory options are all estimated
+# Number of estimates with the lowest peak memory for which all memory options are estimated.
+_LEAN = 8
 _SHOWN = 0.25  # fraction of the simulation budget reserved for layouts slower than the fastest
 # Number of layouts for which variants are tried, and number of variants of each layout.
 _VARIED, _SIZES = 6, 6
@@ -227,10 +228,10 @@ class Ranking:
         return estimate.peak * fmean(self.peaks.get(_family(estimate.config), [1]))
 
     def room(self, estimate: Estimate) -> float:
-        """Return the maximum expected peak memory, in bytes, of a layout to be simulated.
+        """Return the limit on the expected peak memory of a layout to simulate, in bytes.
 
-        The limit decreases with the remaining budget, so that layouts simulated later are more
-        likely to fit in memory.
+        The limit tightens as the budget is spent, so that layouts simulated later are more likely
+        to fit in memory.
         """
         left = (self.left - _simulation_cost(estimate.config)) / self.most
         return self.search.candidates.memory * (1 + NEAR * max(-1, left))

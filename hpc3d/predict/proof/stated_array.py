@@ -78,7 +78,7 @@ class StatedArray(AbstractArray):
         return [each for each, origin in enumerate(self.origin) if dim in origin]
 
     def _seen_state(self, state: int) -> int:
-        """Return a state of the cell relative to the dimensions of this view."""
+        """Convert a state of the cell to the dimensions of this view."""
         if state < 0:
             return state
         dim, part = divmod(state, PARTS)
@@ -94,7 +94,7 @@ class StatedArray(AbstractArray):
         return PARTS * dims[0] + before if sizes[dim] > 1 else UNKNOWN
 
     def _cell_state(self, state: int) -> int:
-        """Return a state of this view relative to the dimensions of the cell."""
+        """Convert a state of this view to the dimensions of the cell."""
         if state < 0:
             return state
         dim, part = divmod(state, PARTS)

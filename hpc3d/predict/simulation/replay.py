@@ -327,7 +327,7 @@ def _placeholder(array: Any) -> np.ndarray:
 def _refilled(micro: Microbatch) -> bool:
     """Return True if the microbatch refills the device arrays of the previous step.
 
-    Its passes then bring no arrays, so they have other peaks than in the first step.
+    Its passes then bring no arrays, so their peaks differ from those in the first step.
     """
     return micro.cache.persistent and micro.step > 0  # type: ignore[attr-defined]
 
@@ -504,7 +504,10 @@ def _leases(saved: Any) -> set[AbstractLease]:
 
 
 def name_of(pair: Group, sizes: Sequence[int]) -> str:
-    """Return the name of the kind of a pair, of which the kind of its BW is another part."""
+    """Return the part of a pair's replay key that describes its forward pass.
+
+    The kind of its backward pass is the other part.
+    """
     forward, _ = pair
     return f"pair with {forward.chunk}F of {sizes[forward.mb]} sequences"
 

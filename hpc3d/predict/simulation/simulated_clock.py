@@ -95,7 +95,7 @@ class Clock(CostMeter):
     def elapse(self, length: int, busy: int) -> int:
         """Advance the clock by local steps of `length` ns, which compute for `busy` ns.
 
-        The return value is the time in ns that they lose to collectives in flight.
+        Returns the slowdown in ns caused by collectives in flight.
         """
         begin = self.now
         self.advance(length, 0, 0)
@@ -136,9 +136,10 @@ class Clock(CostMeter):
         self.work(seconds)
 
     def _lost(self, length: int, computing: float, occupied: int) -> int:
-        """Return the time in ns that work loses to collectives in its first `occupied` ns.
+        """Return the slowdown, in ns, of work that runs concurrently with collectives.
 
-        The work takes `length` ns, of which the fraction `computing` is computation.
+        The work takes `length` ns, of which the fraction `computing` is computation. Collectives
+        run during its first `occupied` ns.
         """
         factor = 1 + (self.machine.contention - 1) * computing
         return round(min((factor - 1) * length, (1 - 1 / factor) * max(0, occupied)))

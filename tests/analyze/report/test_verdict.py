@@ -41,7 +41,8 @@ def tables(ranks=None, **given):
 
 def test_verdict_of_a_communication_bound_step():
     assert verdict(tables()) == [
-        "20% of a step is computation; 70% communication calls, 57% of it waiting for other ranks;"
+        "20% of a step is computation; "
+        "70% communication calls, of which 57% is waiting for other ranks;"
         " 9% unrecorded.",
         "Largest cost: reduce-scatter along z, 40% of a step, of which 75% is waiting.",
     ]

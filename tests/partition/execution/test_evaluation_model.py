@@ -28,7 +28,7 @@ def body(model, y, x):
 
 
 def turned():
-    """Module whose layers have another order than in training."""
+    """Module whose layers have a different order than in training."""
 
     class Turned(Blocks):
         def forward(self, x, labels):
@@ -107,7 +107,10 @@ def test_chunks_read_the_weights_that_they_read_in_training(name):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("turned", r"linear.* reads layers\.\d\.\w+ on another pipeline stage than in training"),
+        (
+            "turned",
+            r"linear.* reads layers\.\d\.\w+ on a different pipeline stage than in training",
+        ),
         pytest.param("without_loss", "the model must return its loss", marks=pytest.mark.slow),
         pytest.param("merging", "eval of the module raised ValueError", marks=pytest.mark.slow),
     ],
