@@ -10,6 +10,7 @@ from hpc3d.config.limits import MOST_PASSES
 from hpc3d.config.wrong_values import reported
 from hpc3d.console.sanitize import counted, nearest_values
 from hpc3d.pipeline.schedule import PAIRED, Schedule, find
+from hpc3d.runtime.optional_packages import lacking
 
 # Maximum number of forward passes per run if the schedule is asynchronous.
 _PASSES_OF_RUN = 50_000
@@ -118,6 +119,7 @@ def _wrong_pairs(config: Config) -> Iterator[str]:
         key = f"parallel.offload = {list(parallel.offload)}"
         why = f"{' and '.join(moved)} of two overlapping passes cannot be loaded in advance"
         yield f"{key}: {why}; use parallel.overlap_experts = false"
+    yield from lacking("parallel.overlap_experts", "greenlet")
 
 
 def _wrong_layers(listed: str | Sequence[int] | Sequence[str], layers: int) -> Iterator[str]:

@@ -288,6 +288,11 @@ class GradientBucket(Bucket):
         self.span = slice(self.slices[0].grad.start, self.slices[-1].grad.stop)
         self.rest: list[str] = []  # axes of the remaining reductions, including the one in flight
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the data that `post` holds until `wait`: the copied gradients and their sum."""
+        return 2 * self.columns[-1].stop * self.parameters.reduced.itemsize
+
     def post(self) -> None:
         self.rest = list(self.axes)
         self.pending = self._sum_over(self.rest[0])

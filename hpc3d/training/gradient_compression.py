@@ -208,6 +208,10 @@ class _LowRankSum(_CompressedSum):
         self.short = [(m.shape[0], *q.shape[1:]) for m, q in both]
         self.long = [q.shape for q in self.factors]
 
+    @property
+    def nbytes(self) -> int:
+        return 2 * sum(map(prod, self.short)) * self.parameters.wide.itemsize
+
     def post(self) -> None:
         self._add_gradients()
         sent = self._buffer(self.short)
@@ -275,6 +279,11 @@ class _LargestSum(_CompressedSum):
     ) -> None:
         super().__init__(parameters, items, kept)
         self.counts = [(self.spec.kept(each.size),) for each in self.residuals]
+
+    @property
+    def nbytes(self) -> int:
+        element = self.parameters.wide.itemsize + np.dtype(_INDEX).itemsize
+        return self.comm.size * sum(map(prod, self.counts)) * element
 
     def post(self) -> None:
         self._add_gradients()

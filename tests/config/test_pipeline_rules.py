@@ -227,3 +227,9 @@ def test_default_schedule_is_1f1b_on_several_stages():
     one, two = (resolve(load(None, [*sizes, "--mesh.p", str(p)]), p) for p in (1, 2))
     assert (one.parallel.schedule, two.parallel.schedule) == ("none", "1f1b")
     assert two.layers() == [range(1), range(1, 3)]
+
+
+def test_overlapping_passes_need_greenlet(monkeypatch):
+    monkeypatch.setattr("hpc3d.runtime.optional_packages.find_spec", lambda package: None)
+    said = problems(*sized({f"--{key}": value for key, value in PAIRED.items()}), ranks=2)
+    assert said == ["parallel.overlap_experts needs greenlet: pip install greenlet"]

@@ -155,7 +155,7 @@ class StaleOuterOptimizer(OuterOptimizer):
             [other.bucket for other in fragments if other.first <= each.first < other.last]
             for each in fragments
         ]
-        largest = max(parts, key=_elements, default=[])
+        largest = max(parts, key=lambda part: sum(each.nbytes for each in part), default=[])
         self.fragments = [*_fragments(largest, self.every)]
 
     def is_agreed(self, number: int) -> bool:
@@ -228,14 +228,9 @@ def outer_optimizer_of(
     return kinds[config.parallel.sync](config, optimizer, buckets)
 
 
-def _elements(buckets: Sequence[GradientBucket]) -> int:
-    """Return the number of elements of which this rank reduces the outer gradients."""
-    return sum(bucket.columns[-1].stop for bucket in buckets)
-
-
 def _fragments(buckets: Sequence[GradientBucket], steps: int) -> Iterator[_Fragment]:
     """Spread the reductions of buckets over `steps` steps, each in proportion to its size."""
-    edges = [*accumulate((bucket.columns[-1].stop for bucket in buckets), initial=0)]
+    edges = [*accumulate((bucket.nbytes for bucket in buckets), initial=0)]
     total = max(1, edges[-1])
     for bucket, (start, stop) in zip(buckets, pairwise(edges), strict=True):
         first = min(start * steps // total, steps - 1)

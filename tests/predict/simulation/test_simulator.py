@@ -379,6 +379,8 @@ def executed(config, machine, rounds=2):
         "d=4 local_steps=3 bucket_mb=0.02 outer_momentum=0.9",
         "d=4 shard=2 zero=1 local_steps=8 bucket_mb=0.01",
         "d=4 local_steps=16 bucket_mb=0.01 x=2 batch=48",
+        "d=2 local_steps=7 bucket_mb=0 compression=powersgd compression_rank=1 sequence=8",
+        "d=2 local_steps=3 bucket_mb=0.01 compression=top-k compression_share=0.05 hidden=48",
     ],
 )
 def test_step_with_a_stale_agreement_represents_all_steps_of_a_round(line, bandwidth, contention):
