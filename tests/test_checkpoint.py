@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from hpc3d import prepare
 from hpc3d.checkpoint import main
+from hpc3d.checkpoints.run_tokenizer import kept_tokenizer
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.data.token_file import write_tokens
 from hpc3d.data.tokenizer_files import characters
+from hpc3d.generation.trained_model import find_model
 from tests.checkpoints import drawn_models
 from tests.elided import elided
 from tests.mpi import ROOT, checked
@@ -356,6 +359,28 @@ def test_import_shows_how_to_tokenize_unless_the_text_has_its_tokenizer(
         assert (f"{hint}--tokenizer run{number}" in lines) == shown
 
 
+def test_import_stores_the_tokenizer_of_the_text_if_the_model_has_none(
+    original, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    call(capsys, "export", original, "-o", "out", "--force")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        Path("out", name).unlink(missing_ok=True)
+    Path("a.txt").write_text("abba")
+    made = characters({"a": 0, "b": 1})
+    write_tokens(Path("a.h5"), [Path("a.txt")], made)
+    for run, given in (("run", ["--data.path", "a.h5"]), ("without", [])):
+        assert call(capsys, "import", "out", "-o", run, *given)[0] == 0
+    assert kept_tokenizer(Path("run")).json == made.json
+    assert kept_tokenizer(Path("without")) is None
+    Path("a.h5").unlink()
+    assert find_model(Path("run"), []).tokenizer.json == made.json
+    words = "a.txt", "-o", "again.h5", "--tokenizer", "run"
+    assert prepare.main([*words]) == 0
+    assert call(capsys, "export", "run", "-o", "exported")[0] == 0
+    assert kept_tokenizer(Path("exported")).json == made.json
+
+
 @pytest.fixture
 def places(original, tmp_path):
     """Create the files and folders that the invalid command lines below name."""
@@ -428,7 +453,9 @@ def test_full_disk_is_reported_in_one_line_and_leaves_nothing(original, tmp_path
         program = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
+from hpc3d import prepare
 from hpc3d.checkpoint import main
+from hpc3d.checkpoints.run_tokenizer import kept_tokenizer
 sys.exit(main({[str(word) for word in words]}))
 """
         line = [sys.executable, "-B", "-c", program]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,18 +82,21 @@ def located(config: Config, run: Path | None = None, texts: _Texts | None = None
     return replace(config, data=data)
 
 
-def refuse_unreadable(config: Config) -> None:
-    """Raise ValueError if a training or validation text cannot be used."""
+def open_training_text(config: Config) -> Tokens:
+    """Open the training text; raise ValueError if it or a validation text cannot be used."""
     data = config.data
-    with open_texts([*map(text_path, data.paths())], data.ratio()) as tokens:
+    with ExitStack() as opened:
+        paths = [*map(text_path, data.paths())]
+        tokens = opened.enter_context(open_texts(paths, data.ratio()))
         for text in separate_texts([*map(text_path, data.validation_texts())], tokens):
             text.close()
+        opened.pop_all()
+    return tokens
 
 
-def tokenized_for(run: Path, config: Config) -> bool:
-    """Return True if the training text of `config` has the tokenizer of the imported `run`."""
-    paths = [*map(text_path, config.data.paths())]
-    with open_texts(paths, config.data.ratio()) as tokens, suppress(ValueError):
+def tokenized_for(run: Path, tokens: Tokens) -> bool:
+    """Return True if `tokens` have the tokenizer of the imported `run`."""
+    with suppress(ValueError):
         refuse_another(run, tokens)
         return True
     return False
