@@ -210,25 +210,28 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     """Create a run from the weights of a Hugging Face Transformers model."""
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured
-    from hpc3d.checkpoints.run_text import located, open_training_text, tokenized_for
-    from hpc3d.checkpoints.run_tokenizer import keep, refuse_unfit, take_along
+    from hpc3d.checkpoints.run_text import located, named_text, open_training_text
+    from hpc3d.checkpoints.run_tokenizer import keep, refuse_another, refuse_unfit, take_along
+    from hpc3d.data.validation import naming_key
 
     pretrained = Pretrained(options.source, options.allow_nonfinite)
     config = located(configured(pretrained, settings))
     given = {word.partition("=")[0] for word in settings}
     with open_training_text(config) as tokens:
         refuse_unfit(options.source, config.model.vocabulary)
+        if "--data.path" in given:
+            with naming_key(named_text(config)):
+                refuse_another(options.source, tokens, config.model)
         shapes = new_run.begin(options.output, config, pretrained.parameter)
         known = take_along(options.source, options.output)
         if "--data.path" in given:
             keep(options.output, tokens)
-        fits = "--data.path" in given and tokenized_for(options.output, tokens)
     count, tensors = sum(map(prod, shapes.values())), len(pretrained.locations)
     print(sanitized(f"{options.source}: {count:,} parameters in {tensors} tensors"))
     if config.model.sequence < pretrained.model["sequence"]:
         positions = f"model.sequence = {config.model.sequence}"
         print(f"{positions}, of the {pretrained.model['sequence']} positions of this model")
-    if known and not fits:
+    if known and "--data.path" not in given:
         how = f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {options.output}"
         print(sanitized(f"tokenize texts with its tokenizer: {how}"))
     print(sanitized(f"written to {options.output}; continue with"))

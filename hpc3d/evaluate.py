@@ -139,28 +139,23 @@ def _open_text(
     from hpc3d.config import package_data
     from hpc3d.data.tokenizer import ByteTokenizer
     from hpc3d.data.validation import SeparateText, naming_key
-    from hpc3d.model.families import family_of, least_vocabulary
+    from hpc3d.model.families import least_vocabulary
     from hpc3d.training.masking import validation_of
 
     text = texts.enter_context(SeparateText(package_data.text_path(file), "--data"))
     key, name, model = f"--data {file}", found.config.data.tokenizer, config.model
     with naming_key(key):
-        refuse_another(path, text, name)
-        least = text.vocabulary
-        if family_of(model).causal or text.mask() is None:
-            least = least_vocabulary(model, least)
-        byte = text.tokenizer == ByteTokenizer.name
-        if byte and not is_known(path, name) and model.vocabulary != least:
+        if (
+            text.tokenizer == ByteTokenizer.name
+            and not is_known(path, name)
+            and model.vocabulary != least_vocabulary(model, text.vocabulary)
+        ):
             raise ValueError(
                 f"{key}: the text is tokenized into bytes, but the tokenizer of {path} is unknown "
                 f"and has {model.vocabulary} tokens; create a token file with python -m "
                 "hpc3d.prepare TEXT -o tokens.h5 --tokenizer FILE"
             )
-        if model.vocabulary < least:
-            raise ValueError(
-                f"{key}: its tokenizer needs a vocabulary of {least} tokens, but {path} has "
-                f"{model.vocabulary}; use data that were tokenized with the tokenizer of {path}"
-            )
+        refuse_another(path, text, model, name)
         return text, validation_of(config, text, remainder=True)
 
 

@@ -218,8 +218,8 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, list[ValidationBatches]]:
     tokens = open_texts(paths, data.ratio(), None if run else data.tokenizer)
     if run:
         with naming_key(run_text.named_text(config)):
-            run_tokenizer.refuse_another(run, tokens)
-    plan.config = config = _with_vocabulary(config, tokens, run)
+            run_tokenizer.refuse_another(run, tokens, config.model)
+    plan.config = config = _with_vocabulary(config, tokens)
     paths = [package_data.text_path(path) for path in config.data.validation_texts()]
     separate = separate_texts(paths, tokens)
     trained, held = divided(tokens, config.data.validation)
@@ -231,7 +231,7 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, list[ValidationBatches]]:
     return tokens, batches, validation
 
 
-def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config:
+def _with_vocabulary(config: Config, tokens: Tokens) -> Config:
     """Return `config` with the keys that the tokenizer of the tokenized text determines.
 
     The keys are `model.vocabulary`, `data.tokenizer` and `data.separator`.
@@ -244,20 +244,16 @@ def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None) -> Config
     """
     from hpc3d.config.resolve import refuse
     from hpc3d.config.size_rules import wrong_tokens
-    from hpc3d.model.families import family_of, least_vocabulary
+    from hpc3d.model.families import least_vocabulary
 
-    least = tokens.vocabulary
-    if family_of(config.model).causal or tokens.mask() is None:
-        least = least_vocabulary(config.model, least)
+    least = least_vocabulary(config.model, tokens.vocabulary, tokens.mask())
     vocabulary = config.model.vocabulary or least
     if vocabulary < least:
-        remedy = f"set it to at least {least}, such as --model.vocabulary {least}"
-        if run:
-            remedy = f"use data that were tokenized with the tokenizer of {run}"
         masked = " and needs a mask token" if least > tokens.vocabulary else ""
         raise ValueError(
             f"model.vocabulary = {vocabulary}: the tokenizer has {tokens.vocabulary} tokens"
-            f"{masked}; {remedy}"
+            f"{masked}; set it to "
+            f"at least {least}, such as --model.vocabulary {least}"
         )
     model = replace(config.model, vocabulary=vocabulary)
     refuse([*wrong_tokens(model, tokens.mask())])

@@ -326,9 +326,10 @@ def test_import_creates_a_run_and_prints_how_to_resume_it(original, tmp_path, ca
         code, _, errors = call(capsys, "import", "out", "-o", again, f"--data.{key}", "b.txt")
         assert code == 2 and f"data.{key}: b.txt does not exist; " in errors[0]
         assert not again.exists()
-    Path("a.txt").write_text("a text")
+    Path("a.txt").write_text("abba")
+    write_tokens(Path("a.h5"), [Path("a.txt")], characters({"a": 0, "b": 1}))
     # settings may stand anywhere
-    settings = "--train.steps", 3, "--seed=5", "--data.path", "a.txt", "--checkpoint.every=5"
+    settings = "--train.steps", 3, "--seed=5", "--data.path", "a.h5", "--checkpoint.every=5"
     words = "import", *settings, tmp_path / "out", "-o", again, "--json"
     code, lines, errors = call(capsys, *words)
     assert (code, errors) == (0, [])
@@ -336,15 +337,13 @@ def test_import_creates_a_run_and_prints_how_to_resume_it(original, tmp_path, ca
     assert json.loads(lines[-1]) == {"run": str(again), "parameters": 29712, "tensors": 52}
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
     text = (again / "config.toml").read_text()
-    assert "steps = 3" in text and "seed = 5" in text and f'path = "{tmp_path}/a.txt"' in text
+    assert "steps = 3" in text and "seed = 5" in text and f'path = "{tmp_path}/a.h5"' in text
     assert call(capsys, "verify", again)[0] == 0
     code, _, errors = call(capsys, *words)
     assert code == 2 and str(again) in errors[0]
 
 
-def test_import_shows_how_to_tokenize_unless_the_text_has_its_tokenizer(
-    original, tmp_path, capsys, monkeypatch
-):
+def test_import_compares_the_tokenizer_of_the_text(original, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call(capsys, "export", original, "-o", "out")
     Path("a.txt").write_text("ab")
@@ -352,11 +351,27 @@ def test_import_shows_how_to_tokenize_unless_the_text_has_its_tokenizer(
         write_tokens(Path(f"{name}.h5"), [Path("a.txt")], characters(letters))
     Path("out", "tokenizer.json").write_text(characters({"a": 0, "b": 1}).json)
     hint = "tokenize texts with its tokenizer: python -m hpc3d.prepare TEXT -o tokens.h5 "
-    for number, (text, shown) in enumerate([("ours.h5", False), ("other.h5", True), ("", True)]):
-        given = ["--data.path", text] if text else []
-        code, lines, errors = call(capsys, "import", "out", "-o", f"run{number}", *given)
+    for run, given in (("ours", ["--data.path", "ours.h5"]), ("none", [])):
+        code, lines, errors = call(capsys, "import", "out", "-o", run, *given)
         assert (code, errors) == (0, [])
-        assert (f"{hint}--tokenizer run{number}" in lines) == shown
+        assert (f"{hint}--tokenizer {run}" in lines) == (not given)
+        assert lines[-1].endswith("--data.path tokens.h5") == (not given)
+    for text in ("other.h5", "a.txt"):
+        code, _, (error,) = call(capsys, "import", "out", "-o", "run", "--data.path", text)
+        assert code == 2 and f"data.path = {tmp_path / text}: the tokenizer of this tex" in error
+        assert error.endswith("--tokenizer out/tokenizer.json") and not Path("run").exists()
+
+
+def test_import_rejects_a_text_with_a_larger_vocabulary(original, tmp_path, capsys):
+    call(capsys, "export", original, "-o", tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").unlink(missing_ok=True)
+    (tmp_path / "a.txt").write_text("ab")
+    made = characters({chr(300 + number): number for number in range(300)} | {"a": 300, "b": 301})
+    write_tokens(tmp_path / "a.h5", [tmp_path / "a.txt"], made)
+    words = "import", tmp_path / "out", "-o", tmp_path / "run", "--data.path", tmp_path / "a.h5"
+    code, _, (error,) = call(capsys, *words)
+    assert code == 2 and "a.h5: the tokenizer of this text needs a vocabulary of 302 " in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_import_stores_the_tokenizer_of_the_text_if_the_model_has_none(

@@ -171,7 +171,11 @@ def test_text_that_does_not_fit_the_model_is_rejected(run, tmp_path):
             "--data: a.h5,b.h5 does not exist; set several texts as --data a.h5 b.h5",
         ),
         (run, tmp_path / "empty.txt", "--data: ... is empty; "),
-        (run, tmp_path / "bpe.h5", "--data ...bpe.h5: its tokenizer needs ... 256"),
+        (
+            run,
+            tmp_path / "bpe.h5",
+            "--data ...bpe.h5: the tokenizer of this text needs ... of 262 tokens, but ... 256",
+        ),
         (wide, run / "text.txt", "--data ...text.txt: ... tokenizer of ... is unknown"),
         (masked, run / "short.txt", "--data ...short.txt: 4 tokens, ... at least 9; "),
     ]:

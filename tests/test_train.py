@@ -196,19 +196,19 @@ def test_separator_of_documents_is_the_end_token_of_the_tokenizer():
     tokens.documents, tokens.parts = 1, lambda: [tokens]
     packed = ["--data.boundaries", "true"]
     for more, separator in ((packed, 7), ([*packed, "--data.separator", "5"], 5), ([], None)):
-        assert verb._with_vocabulary(load(None, more), tokens, None).data.separator == separator
+        assert verb._with_vocabulary(load(None, more), tokens).data.separator == separator
     with pytest.raises(ValueError, match=r"^data.separator = 300: .* use an ID below 300$"):
-        verb._with_vocabulary(load(None, [*packed, "--data.separator", "300"]), tokens, None)
+        verb._with_vocabulary(load(None, [*packed, "--data.separator", "300"]), tokens)
     tokens.documents = 0  # no token 7
     for more in (packed, ["--data.shuffle", "documents"]):
         with pytest.raises(
             ValueError, match=r"^data.* = (true|documents): inputs/corpus contains"
         ):
-            verb._with_vocabulary(load(None, more), tokens, None)
-    verb._with_vocabulary(load(None, [*packed, "--data.separator", "5"]), tokens, None)
+            verb._with_vocabulary(load(None, more), tokens)
+    verb._with_vocabulary(load(None, [*packed, "--data.separator", "5"]), tokens)
     tokens.end = lambda: None
     with pytest.raises(ValueError, match=r"^data.boundaries = true: .* set data.separator to its"):
-        verb._with_vocabulary(load(None, packed), tokens, None)
+        verb._with_vocabulary(load(None, packed), tokens)
 
 
 @pytest.mark.parametrize(

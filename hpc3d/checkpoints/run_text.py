@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.checkpoints.run_tokenizer import refuse_another
 from hpc3d.config.input_file import Config
 from hpc3d.config.package_data import text_path
 from hpc3d.console.sanitize import counted
@@ -92,14 +91,6 @@ def open_training_text(config: Config) -> Tokens:
             text.close()
         opened.pop_all()
     return tokens
-
-
-def tokenized_for(run: Path, tokens: Tokens) -> bool:
-    """Return True if `tokens` have the tokenizer of the imported `run`."""
-    with suppress(ValueError):
-        refuse_another(run, tokens)
-        return True
-    return False
 
 
 def differences(before: _Texts, now: _Texts, config: Config) -> Iterator[str]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hpc3d.checkpoints.hf_settings import CONFIG, GENERATION, TOKENIZER_FILES
+from hpc3d.config.input_file import ModelConfig
 from hpc3d.config.load import load
 from hpc3d.console import small_files
 from hpc3d.data.token_file import Tokens
@@ -26,6 +28,7 @@ from hpc3d.data.tokenizer_files import (
     token_in,
     tokenizer_from,
 )
+from hpc3d.model.families import least_vocabulary
 from hpc3d.training.run_folder import write_text
 
 _SPECIAL = "special_ids.json"  # special token ids from an imported config.json
@@ -174,19 +177,22 @@ def is_known(path: Path, name: str | None) -> bool:
     return name is not None or (_home_of(path) / RULES).is_file()
 
 
-def refuse_another(path: Path, tokens: Tokens, name: str | None = None) -> None:
+def refuse_another(
+    path: Path, tokens: Tokens, model: ModelConfig, name: str | None = None
+) -> None:
     """Raise ValueError if `tokens` were not produced by the tokenizer of a trained model.
 
-    `path` is a run, a checkpoint or a Hugging Face model. `name` is the name of its tokenizer;
-    the default is the name in config.toml.
+    `path` is a run, a checkpoint or a Hugging Face model, and `model` is its configuration. `name`
+    is the name of its tokenizer; the default is the name in config.toml. If the tokenizer of the
+    model is unknown, only the vocabulary sizes are compared.
     """
     home = _home_of(path)
+    where: object = home / RULES if (home / RULES).is_file() else home
     rules = rules_of_bytes() if tokens.tokenizer == ByteTokenizer.name else tokens.json
-    if (home / RULES).is_file():
-        where = str(home / RULES)
-        with reading(home / RULES, "not a readable tokenizer", "restore the tokenizer of the run"):
-            same = same_rules(small_files.read(where, small_files.MOST_JSON).decode(), rules)
-    else:
+    with reading(home / RULES, "not a readable tokenizer", "restore the tokenizer of the run"):
+        known = _rules_of(home)
+        same = known is not None and same_rules(known, rules)
+    if known is None:
         where = name or _name_in(home)
         same = where in (None, tokens.tokenizer)
     if not same:
@@ -195,3 +201,19 @@ def refuse_another(path: Path, tokens: Tokens, name: str | None = None) -> None:
             f"tokenizer of {path}; create a token file with python -m hpc3d.prepare TEXT -o "
             f"tokens.h5 --tokenizer {where}"
         )
+    least = least_vocabulary(model, tokens.vocabulary, tokens.mask())
+    if model.vocabulary and model.vocabulary < least:
+        raise ValueError(
+            f"data.path: the tokenizer of this text needs a vocabulary of {least} tokens, but "
+            f"model.vocabulary = {model.vocabulary}; use data that were tokenized with the "
+            f"tokenizer of {path}"
+        )
+
+
+def _rules_of(home: Path) -> str | None:
+    """Return the JSON text of the tokenizer in a folder, or `None` if it has none."""
+    if (home / RULES).is_file():
+        return small_files.read(home / RULES, small_files.MOST_JSON).decode()
+    with suppress(ValueError):
+        return tokenizer_from(str(home)).json  # a GPT-2 tokenizer has vocab.json and merges.txt
+    return None

@@ -222,12 +222,13 @@ def with_epsilon(model: Any) -> Any:
     return replace(model, norm_epsilon=_epsilon(model))
 
 
-def least_vocabulary(model: Any, tokens: int) -> int:
+def least_vocabulary(model: Any, tokens: int, mask: int | None = None) -> int:
     """Return the minimum vocabulary size of the model for a tokenizer with `tokens` tokens.
 
-    Families trained on masked tokens need one additional entry, at the end, for the mask token.
+    `mask` is the ID of the tokenizer's mask token, or `None`. Families trained on masked tokens
+    need a mask token. If the tokenizer has none, they need one additional entry, at the end.
     """
-    return tokens if family_of(model).causal else tokens + 1
+    return tokens if family_of(model).causal or mask is not None else tokens + 1
 
 
 def block_products(model: Any) -> list[tuple[int, WeightProduct]]:

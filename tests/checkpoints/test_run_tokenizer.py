@@ -15,15 +15,16 @@ from hpc3d.checkpoints.run_tokenizer import (
     special_ids,
     take_along,
 )
-from hpc3d.config.input_file import Config, DataConfig
+from hpc3d.config.input_file import Config, DataConfig, ModelConfig
 from hpc3d.config.load import to_toml
 from hpc3d.data.token_file import Tokens
 from hpc3d.data.tokenizer import ByteTokenizer, train_bpe
-from hpc3d.data.tokenizer_files import characters
+from hpc3d.data.tokenizer_files import characters, tokenizer_from
 from tests.elided import elided
 from tests.runs import ended
 
 TEXT = "the rain in Spain stays mainly in the plain. " * 50
+MODEL = ModelConfig()
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +74,32 @@ def test_text_of_another_tokenizer_is_rejected(tmp_path, bpe):
     same.json = json.dumps(padded, indent=3)
     taken = [(kept, ours), (kept, same), (bytes_of, byte), (older, ours)]
     for run, tokens in [*taken, *((new, each) for each in (ours, byte))]:
-        refuse_another(run, tokens)
+        refuse_another(run, tokens, MODEL)
     for run, tokens in [(kept, other), (kept, byte), (bytes_of, ours), (older, byte)]:
         with pytest.raises(ValueError, match=elided("data.path: ... hpc3d.prepare TEXT")):
-            refuse_another(run, tokens)
+            refuse_another(run, tokens, MODEL)
+
+
+def test_text_of_a_larger_vocabulary_is_rejected(tmp_path, bpe):
+    """A masked model needs one more entry, because the tokenizer has no mask token."""
+    run, tokens = run_of(tmp_path / "run", None), tokens_of(bpe)
+    for kind, least in (("gpt2", bpe.vocabulary), ("bert", bpe.vocabulary + 1)):
+        refuse_another(run, tokens, ModelConfig(kind=kind, vocabulary=least))
+        said = (
+            f"needs a vocabulary of {least} tokens, but model.vocabulary = {least - 1}; use data"
+        )
+        with pytest.raises(ValueError, match=f"^data.path: the tokenizer of this text {said}"):
+            refuse_another(run, tokens, ModelConfig(kind=kind, vocabulary=least - 1))
+
+
+def test_text_of_another_tokenizer_than_vocab_json_is_rejected(tmp_path, bpe):
+    told = json.loads(bpe.json)["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(told["vocab"]))
+    merges = [each if isinstance(each, str) else " ".join(each) for each in told["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(merges))
+    refuse_another(tmp_path, tokens_of(tokenizer_from(str(tmp_path))), MODEL)
+    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}$"):
+        refuse_another(tmp_path, tokens_of(characters({"a": 0})), MODEL)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -100,7 +123,7 @@ def test_byte_tokenizer_is_exported_as_json(tmp_path):
     assert kept_tokenizer(out).encode("ä".encode()).tolist() == [0xC3, 0xA4]
     again = run_of(tmp_path / "again", None)
     assert take_along(out, again)
-    refuse_another(again, tokens_of(ByteTokenizer()))
+    refuse_another(again, tokens_of(ByteTokenizer()), MODEL)
 
 
 def test_nothing_is_exported_by_the_defaults_of_a_lost_configuration(tmp_path):

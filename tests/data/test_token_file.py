@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hpc3d.checkpoints.run_tokenizer import refuse_another
+from hpc3d.config.input_file import ModelConfig
 from hpc3d.data.mixture import open_texts
 from hpc3d.data.token_file import open_tokens, write_tokens
 from hpc3d.data.tokenizer import ByteTokenizer
@@ -48,13 +49,13 @@ def test_messages_describe_the_type_of_the_tokenizer(tmp_path, bpe, output):
             found.append(tokens.described())
     letters = "characters, vocabulary 2"
     assert found == ["byte, vocabulary 256", "bpe, vocabulary 275", letters]
-    with pytest.raises(ValueError, match=rf"tokenizer \({letters}\) than .* \({found[0]}\);"):
+    with pytest.raises(ValueError, match=rf"\({letters}\) differs from .* \({found[0]}\);"):
         open_texts([text, output], [1, 1])
-    with pytest.raises(ValueError, match=rf"tokenizer \({letters}\) than .* \({found[0]}\);"):
+    with pytest.raises(ValueError, match=rf"\({letters}\) differs from .* \({found[0]}\);"):
         separate_texts([output], open_tokens(text))
     (tmp_path / "tokenizer.json").write_text(bpe.json)
     with open_tokens(output) as tokens, pytest.raises(ValueError, match=rf"\({letters}\) differs"):
-        refuse_another(tmp_path, tokens)
+        refuse_another(tmp_path, tokens, ModelConfig())
 
 
 @pytest.mark.slow
