@@ -23,6 +23,7 @@ from hpc3d.console.sanitize import (
 )
 
 _EXITS = "exit codes: 0 success, 2 invalid input (explained on standard error)"
+_LAUNCH = "--launch is an option of train; start N ranks of generate or evaluate with mpirun -np N"
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,6 +51,8 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("expected one argument"):
             option = re.split("[ /]", message.partition(":")[0])[-1]
             message += f"; write {option}=VALUE if the value begins with -"
+        if re.match("unrecognized arguments:.* --launch( |=|;|$)", message):
+            message = _LAUNCH
         self.refuse([f"{each}; see --help" for each in (*self._problems, message)])
 
     def refuse(self, problems: Sequence[str]) -> NoReturn:

@@ -13,6 +13,7 @@ from hpc3d.config.argument_types import number_of_ranks, positive
 from hpc3d.console.command_line import Parser, positional, run, taken
 from hpc3d.console.exit_codes import BAD_INPUT
 from hpc3d.console.sanitize import Problems
+from tests.elided import elided
 from tests.mpi import ROOT
 from tests.runs import interruptible
 
@@ -44,6 +45,20 @@ def test_all_options_with_wrong_values_are_reported(ranks, capsys):
     assert ended.value.code == BAD_INPUT and len(lines) == 3
     for option in ("--ranks", "--to", "--top"):
         assert any(re.match(f"hpc3d.test: .*{option}[:;]", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--launch", "4"], "--launch is an option of train; ... mpirun -np N; see --help"),
+        (["a", "--launch=4"], "--launch is an option of train; ... mpirun -np N; see --help"),
+        (["--launched", "4"], "unrecognized arguments: --launched 4; see --help"),
+    ],
+)
+def test_launch_is_an_option_of_train(words, said, capsys):
+    with pytest.raises(SystemExit):
+        Parser("test", "Test.").parse_args(words)
+    assert re.fullmatch(elided(f"hpc3d.test: {said}\n"), capsys.readouterr().err)
 
 
 def test_interrupt_is_reported_in_one_line(capsys):
