@@ -53,11 +53,19 @@ class SeedGroup(NamedTuple):
         Dict from seed to the runs with this seed.
     reference
         Index of the group with which this group is compared. See `with_references`.
+    other_data
+        Clause that names the keys in which its training data differ from those of the reference
+        group, or "".
+    comparable
+        Whether the reference group has the same model size and the same training data, so that
+        the losses can be subtracted.
     """
 
     label: str
     seeds: dict[int | None, list[int]]
     reference: int = 0
+    other_data: str = ""
+    comparable: bool = True
 
     @property
     def runs(self) -> list[int]:
@@ -116,12 +124,15 @@ def _differing(settings: _Row, groups: Sequence[_Row]) -> Iterator[str]:
             yield f"{key.rpartition('.')[2]}={value}"
 
 
-def with_references(groups: Sequence[SeedGroup], runs: Sequence[_Row]) -> list[SeedGroup]:
-    """Choose the group with which each group is compared.
+def with_references(
+    groups: Sequence[SeedGroup], runs: Sequence[_Row], data: Sequence[_Row | None]
+) -> list[SeedGroup]:
+    """Choose the group with which each group is compared, and whether its losses are comparable.
 
-    It is the first group unless the work differs. Otherwise, it is a group that does the same
-    work: the first one with the layout of the first group, or the first one with any layout. A
-    group that is chosen for others is not compared. `runs` are the results of `run_row`.
+    The reference is the first group unless the work differs. Otherwise, it is a group that does
+    the same work: the first one with the layout of the first group, or the first one with any
+    layout. A group that is chosen for others is not compared. An unknown size or text does not
+    differ from any other. `runs` are the results of `run_row`, and `data` those of `data_of`.
     """
     firsts = [runs[group.runs[0]] for group in groups]
     found = []
@@ -131,24 +142,36 @@ def with_references(groups: Sequence[SeedGroup], runs: Sequence[_Row]) -> list[S
         others = kinds[0] == "other" and len(same) > 1
         keys = [[firsts[index].get(key) != firsts[0].get(key) for key in _MESH] for index in same]
         found.append(same[keys.index(min(keys, key=any))] if others else 0)
-    return [group._replace(reference=each) for group, each in zip(groups, found)]
+    return [
+        group._replace(reference=each, other_data=texts, comparable=not texts and same)
+        for group, each in zip(groups, found)
+        for texts in [_other_data(data[group.runs[0]], data[groups[each].runs[0]])]
+        for same in [_same_size(runs[group.runs[0]], firsts[each])]
+    ]
 
 
-def loss_references(groups: Sequence[SeedGroup], runs: Sequence[_Row]) -> dict[int, int | None]:
+def _other_data(own: _Row | None, first: _Row | None) -> str:
+    return difference_of(own, first) if own and first and own != first else ""
+
+
+def _same_size(own: _Row, first: _Row) -> bool:
+    pairs = [(own[key], first[key]) for key in MODEL]
+    return all(None in pair or len({*pair}) == 1 for pair in pairs)
+
+
+def loss_references(groups: Sequence[SeedGroup]) -> dict[int, int | None]:
     """Return the run with which the losses of each run are compared, or None, by run index.
 
-    It is the run of the reference group that has the same seed, if both have the same model size.
-    An unknown seed or size does not differ from any other.
+    It is the run of the reference group that has the same seed, if the losses of the groups are
+    comparable. An unknown seed does not differ from any other.
     """
     found: dict[int, int | None] = {}
     for group in groups:
         others = groups[group.reference]
-        pairs = [(runs[group.runs[0]][key], runs[others.runs[0]][key]) for key in MODEL]
-        sizes = all(None in pair or len({*pair}) == 1 for pair in pairs)
         for seed, members in group.seeds.items():
             unknown = None in (seed, *others.seeds)
             equal = others.runs if unknown else others.seeds.get(seed, [None])
-            found |= dict.fromkeys(members, equal[0] if sizes else None)
+            found |= dict.fromkeys(members, equal[0] if group.comparable else None)
     return found
 
 
@@ -361,15 +384,23 @@ def comparison_verdict(
         parts, reference = list[str](), groups[group.reference]
         if speeds:
             parts = [_clause(speeds[number], speeds[group.reference]), *_noise(speeds[number])]
-        first = runs[group.runs[0]]
-        several = max(len(group.seeds), len(reference.seeds)) > 1
-        if several or first["loss_difference"] is None:
-            parts += _mean_losses(*(_means(runs, each, "loss") for each in (reference, group)))
-        else:
-            parts += _losses(first)
+        parts += _group_losses(group, reference, runs)
         if parts:
             label = "" if speeds else f"{group.label}: "
             yield label + "; ".join(parts)
+
+
+def _group_losses(group: SeedGroup, reference: SeedGroup, runs: Sequence[_Row]) -> Iterator[str]:
+    """Yield a clause on the losses of a group and of its reference, if they are known."""
+    first, several = runs[group.runs[0]], max(len(group.seeds), len(reference.seeds)) > 1
+    means = [_means(runs, each, "loss") for each in (reference, group)]
+    if group.other_data and all(means):
+        reason = f"trained on different data: {group.other_data}"
+        yield f"the losses are not compared, because the runs {reason}"
+    elif several or first["loss_difference"] is None:
+        yield from _mean_losses(*means)
+    else:
+        yield from _losses(first)
 
 
 def _of_one_group(group: SeedGroup, runs: Sequence[_Row]) -> Iterator[str]:

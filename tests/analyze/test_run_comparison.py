@@ -193,7 +193,8 @@ def test_groups_are_compared_with_the_same_layout_and_model_size():
         for name, size in STUDY
     ]
     groups = [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
-    groups = with_references(groups, runs)
+    groups = with_references(groups, runs, UNKNOWN[0])
+    assert [group.comparable for group in groups] == [True] * 4 + [False]
     assert [group.reference for group in groups] == [0, 0, 3, 3, 0]
     lines = verdict(runs, [STEADY] * 5, [0] * 5, groups)
     assert [line.partition(" within")[0] for line in lines[:2]] == [
@@ -218,7 +219,7 @@ def test_efficiency_is_relative_to_the_ranks_of_the_reference():
         for name, n, ranks in sizes
     ]
     groups = [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
-    rows = scaling(runs, with_references(groups, runs), [STEADY, STEADY, STEADY / 1.5])
+    rows = scaling(runs, with_references(groups, runs, UNKNOWN[0]), [STEADY, STEADY, STEADY / 1.5])
     assert [row["efficiency"] for row in rows] == pytest.approx([1, 1, 0.75])
 
 
@@ -310,13 +311,35 @@ def test_verdict_compares_the_mean_losses_of_groups_of_seeds(values, groups, sai
 def test_losses_are_compared_with_the_run_of_the_same_seed_and_size():
     runs = [run(name) for name in ("a1", "a2", "a2 again", "b2", "b3")] + [run("c1", hidden=16)]
     seeds = {1: [0], 2: [1, 2]}, {2: [3], 3: [4]}, {1: [5]}
-    assert loss_references(grouped("abc", *seeds), runs) == {
+    groups = with_references(grouped("abc", *seeds), runs, UNKNOWN[0])
+    assert loss_references(groups) == {
         **{0: 0, 1: 1, 2: 1},
         **{3: 1, 4: None},
         5: None,
     }
     runs[5] |= {"hidden": None}  # the configuration is unknown
-    assert loss_references(grouped("abc", *seeds[:2], {None: [5]}), runs)[5] == 0
+    groups = grouped("abc", *seeds[:2], {None: [5]})
+    assert loss_references(with_references(groups, runs, UNKNOWN[0]))[5] == 0
+
+
+def test_losses_of_runs_with_other_data_are_not_compared(tmp_path, capsys):
+    """A separate validation text and the number of steps do not change the training data."""
+    texts = ("[1, 1]", "'v.txt'"), ("[5, 1]", "'v.txt'"), ("[1, 1]", "'w.txt'")
+    runs = []
+    for number, (weights, validation) in enumerate(texts):
+        data = f"path = ['a', 'b']\nweights = {weights}\nvalidation = {validation}"
+        keys = f"[data]\n{data}\n[train]\nsteps = {3 + number}\n"
+        runs.append(write_run(tmp_path / "abc"[number], keys=keys))
+    rows = reported(capsys, *runs, "--out", tmp_path / "out")["comparison"]
+    text = (tmp_path / "out" / "report.md").read_text(encoding="utf-8").splitlines()
+    other, same = text[4:6]
+    assert " slower" in other or " faster" in other or " as fast" in other
+    assert other.endswith(
+        "; the losses are not compared, because the runs trained on different data: data.weights"
+        " differs"
+    )
+    assert same.endswith("; losses agree to the last bit")
+    assert [row["loss_difference"] for row in rows] == [0, None, 0]
 
 
 def test_verdict_lists_the_losses_of_runs_with_different_seeds():

@@ -63,6 +63,20 @@ def load_of(trace: Trace) -> dict[str, Any] | None:
     }
 
 
+def data_of(trace: Trace) -> dict[str, Any] | None:
+    """Return a dict of the configuration keys and values that determine the training data.
+
+    A separate validation text does not change the training data, unlike a fraction to hold out.
+    The result is `None` if the configuration of the trace is unknown.
+    """
+    config = configuration(trace)
+    if config is None:
+        return None
+    data = {key: each for key, each in flat(config).items() if key.startswith("data.")}
+    held_out = data["data.validation"]
+    return data | {"data.validation": held_out if isinstance(held_out, float) else None}
+
+
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:
     """Describe a workload as text: the trace kind and all settings except the sizes (SIZES).
 
