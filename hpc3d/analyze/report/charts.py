@@ -167,17 +167,22 @@ def _band(rows):
     return [row["step"] for row in rows], *map(list, columns)
 
 
-def loss(runs: Sequence[RunAnalysis]) -> Lines:
+def loss(runs: Sequence[RunAnalysis], groups: Sequence[SeedGroup] = ()) -> Lines:
     """Return the plot of the training and validation loss curves of all runs.
 
     If there are several validation texts, each text has a separate curve. The names of the curves
     contain the name of the run if there are several runs. The lower panel shows the difference of
-    each training loss from the first run's training loss. Groups of seeds have a band.
+    each training loss from that of the reference of its group, or of the first run if `groups` is
+    empty. It omits groups whose losses are not comparable. Groups of seeds have a band.
     """
     several = len(runs) > 1
     lines = {run.label if several else "training": _losses(run.tables["loss"]) for run in runs}
-    first, *others = lines.items()
-    lower = {label: _difference(line, first[1]) for label, line in others}
+    references = _references(runs, groups)
+    lower = {
+        label: _difference(line, lines[references[label]])
+        for label, line in lines.items()
+        if label in references
+    }
     ranges = {label: run.tables["loss"] for label, run in zip(lines, runs)}
     bands = {label: _band(rows) for label, rows in ranges.items() if rows and "low" in rows[0]}
     for run in runs:
@@ -187,9 +192,21 @@ def loss(runs: Sequence[RunAnalysis]) -> Lines:
         for text in dict.fromkeys(row["text"] for row in run.tables["validation"]):
             rows = [row for row in run.tables["validation"] if row["text"] == text]
             lines[f"{name} on {text}"] = _losses(rows)
-    lower_ylabel = "difference from\nthe first run [nat]"
+    others = {*references.values()} - {runs[0].label}
+    lower_ylabel = f"difference from\nthe {'reference' if others else 'first run'} [nat]"
     chart = Lines("training step", "loss [nat per token]", lines, lower_ylabel, lower or None)
     return chart._replace(marks=_marks(runs), coincide=several, bands=bands or None)
+
+
+def _references(runs, groups):
+    """Return a dict from the label of each run in the lower panel to that of its reference."""
+    if not groups:
+        return {run.label: runs[0].label for run in runs[1:]}
+    return {
+        run.label: runs[group.reference].label
+        for number, (run, group) in enumerate(zip(runs, groups, strict=True))
+        if group.comparable and group.reference != number
+    }
 
 
 def step_times(run: RunAnalysis) -> Lines:

@@ -45,7 +45,7 @@ def of_runs(report: Report) -> Iterator[Picture]:
     size = charts.common_size(report.groups)
     group = f"a group ({size})" if size else "a group of seeds"
     if any(map(any_loss, runs)):
-        chart = charts.loss(runs)
+        chart = charts.loss(runs, report.groups)
         captions = [_RESUMED] if chart.marks else []
         if chart.bands:
             seeds = "is the mean, and the band is the range of its runs"

@@ -96,6 +96,20 @@ def test_groups_of_seeds_have_one_curve_with_a_band_and_one_bar():
     assert "VArea" in {type(each).__name__ for each in plot_bokeh.draw(chart).references()}
 
 
+def test_losses_are_subtracted_from_those_of_the_reference():
+    """The group without a comparable reference and the references have no curve."""
+    runs = [seed(name, loss) for name, loss in zip("abcde", (5.0, 4.0, 3.0, 2.5, 9.0))]
+    groups = [
+        SeedGroup(run.label, {1: [index]}, reference, comparable=index < 4)
+        for index, (run, reference) in enumerate(zip(runs, (0, 0, 2, 2, 0)))
+    ]
+    chart = charts.loss(runs, groups)
+    assert chart.lower == {"b": ([0], [-1.0]), "d": ([0], [-0.5])}
+    assert chart.lower_ylabel == "difference from\nthe reference [nat]"
+    assert charts.loss(runs[:2], groups[:2]).lower_ylabel == "difference from\nthe first run [nat]"
+    assert charts.loss(runs[:1], groups[:1]).lower is None
+
+
 def loads(steps, layers):
     """Return the loads of 4 experts; in odd steps, the first expert gets all tokens."""
     chosen = np.full((steps, layers, 4), 6)
