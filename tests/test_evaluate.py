@@ -170,6 +170,7 @@ def test_text_that_does_not_fit_the_model_is_rejected(run, tmp_path):
             "a.h5,b.h5",
             "--data: a.h5,b.h5 does not exist; set several texts as --data a.h5 b.h5",
         ),
+        (run, '["a.h5", "b.h5"]', "--data: ... set several texts as --data a.h5 b.h5"),
         (run, tmp_path / "empty.txt", "--data: ... is empty; "),
         (
             run,

@@ -43,8 +43,11 @@ def open_texts(
 
 
 def refuse_joined(path: str | Path, key: str = "data.path") -> None:
-    """Raise a one-line ValueError if `path`, the value of `key`, is several paths with commas."""
-    texts = str(path).split(",")
+    """Raise a one-line ValueError if `path`, the value of `key`, is several paths with commas.
+
+    The paths can be in brackets and quotes, as in a list of an input file.
+    """
+    texts = [text.strip(" []'\"") for text in str(path).split(",")]
     if len(texts) > 1 and not Path(path).exists():
         listed = " ".join([key, *texts]) if key.startswith("--") else f"'{json.dumps(texts)}'"
         raise ValueError(f"{key}: {path} does not exist; set several texts as {listed}")
