@@ -142,6 +142,7 @@ def write(
 ) -> str:
     """Write the tables and the figure; return the summary as a table for the terminal.
 
+    If no axis is numeric, there is no figure, and the last line of the returned text says so.
     `axes` is a dict from each axis to its values. The formats are CSV and HDF5 for the table of
     runs; CSV, Markdown and LaTeX for the summary; and `formats` for the figure. An earlier figure
     is removed. `width` is the width of the figure in inches.
@@ -161,7 +162,8 @@ def write(
         (folder / f"summary.{each}").unlink(missing_ok=True)
     if across := _across(summary, names):
         save(sized(partial(_figure, summary, names, across), width), folder / "summary", formats)
-    return markdown(fields, shown, escape=str)
+    missing = "" if across else "\nno figure: no numeric axis with several values"
+    return markdown(fields, shown, escape=str) + missing
 
 
 def _fields(summary, axes, quantities):

@@ -72,6 +72,7 @@ def test_files_have_the_values_and_the_summary_is_formatted(tmp_path):
         for seed, loss in ((1, 5.0), (2, 5.2))
     ]
     text = write(rows, AXES, tmp_path)
+    assert "no figure" not in text
     line = "|     64 | 50% $d$ |    2 | 5.1 ± 1.3 |           10.0 |          8.00 |"
     assert text.splitlines()[2] == line
     assert r"64 & 50\% \$d\$ & 2 & 5.1 ± 1.3 & 10.0 & 8.00 \\" in (
@@ -143,5 +144,6 @@ def test_figure_has_the_chosen_formats_and_width(tmp_path):
 
 def test_axes_without_numbers_have_no_figure(tmp_path):
     rows = [row(64, seed, 0, loss=5.0) | {"layouts": name} for seed in (1, 2) for name in "ab"]
-    write(rows, AXES, tmp_path)
+    text = write(rows, AXES, tmp_path)
+    assert text.splitlines()[-1] == "no figure: no numeric axis with several values"
     assert (tmp_path / "summary.csv").exists() and not (tmp_path / "summary.png").exists()
