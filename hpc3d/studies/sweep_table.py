@@ -99,6 +99,7 @@ def summarized(
 ) -> list[dict[str, Any]]:
     """Return one row per combination of the axes, in the order of the values of each axis.
 
+    Each row contains the number of ranks, which an axis such as a layout can set.
     For each metric KEY, the row contains the mean (KEY) and the half-width of its 95 % confidence
     interval (KEY_ci95). Unknown values are None.
     """
@@ -109,7 +110,7 @@ def summarized(
     for values, group in groups.items():
         if not group:
             continue
-        row = dict(zip(axes, values)) | {"runs": len(group)}
+        row = dict(zip(axes, values)) | {"ranks": group[0].get("ranks"), "runs": len(group)}
         for quantity in _quantities(rows):
             samples = _samples(quantity, group)
             mean = float(samples.mean()) if len(samples) else None
@@ -169,6 +170,8 @@ def write(
 def _fields(summary, axes, quantities):
     write = {axis: "{}".format if _is_numeric(summary, axis) else str for axis in axes}
     fields = [ColumnSpec(axis, axis.rpartition(".")[2], write[axis]) for axis in axes]
+    if "ranks" not in axes and _varied(summary, ["ranks"]):
+        fields.append(ColumnSpec("ranks", "ranks", integer))
     fields.append(ColumnSpec("runs", "runs", integer))
     known = [each for each in quantities if any(row[each.key] is not None for row in summary)]
     return [*fields, *(ColumnSpec(each.key, each.heading, "{}".format) for each in known)]

@@ -142,6 +142,22 @@ def test_figure_has_the_chosen_formats_and_width(tmp_path):
     assert 'width="238.11' in (tmp_path / "summary.svg").read_text(encoding="utf-8")  # 84 mm
 
 
+def test_number_of_ranks_has_a_column_if_it_varies(tmp_path):
+    rows = [
+        row(64, 1, 0, loss=5.0) | {"layouts": name, "ranks": ranks}
+        for name, ranks in (("a", 2), ("b", 4))
+    ]
+    axes = {"layouts": ["a", "b"]}
+    lines = write(rows, axes, tmp_path).splitlines()
+    assert [line[:26] for line in (lines[0], *lines[2:4])] == [
+        "| layouts | ranks | runs |",
+        "| a       |     2 |    1 |",
+        "| b       |     4 |    1 |",
+    ]
+    assert "ranks" not in write(rows[:1], axes, tmp_path)
+    assert write(rows, axes | {"ranks": [2, 4]}, tmp_path).splitlines()[0].count("ranks") == 1
+
+
 def test_axes_without_numbers_have_no_figure(tmp_path):
     rows = [row(64, seed, 0, loss=5.0) | {"layouts": name} for seed in (1, 2) for name in "ab"]
     text = write(rows, AXES, tmp_path)
