@@ -215,7 +215,7 @@ def _figure(summary: Sequence[dict[str, Any]], axes: Sequence[str], across: str)
     varied = _varied(summary, axes)
     lines: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(summary, key=lambda row: row[across]):
-        label = ", ".join(str(row[axis]) for axis in varied if axis != across)
+        label = ", ".join(_named(axis, row[axis]) for axis in varied if axis != across)
         lines.setdefault(label.replace("$", r"\$"), []).append(row)
     drawn = [each for each in _DRAWN if any(row[each.key] is not None for row in summary)]
     figure, panels = empty(WIDTH, 1 + 2.4 * len(drawn), len(drawn))
@@ -237,6 +237,12 @@ def _figure(summary: Sequence[dict[str, Any]], axes: Sequence[str], across: str)
         panel.grid(color="0.9", linewidth=0.6)
     _label_x(panels[-1], across, sorted({row[across] for row in summary}))
     return with_legend(figure) if len(lines) > 1 else figure
+
+
+def _named(axis: str, value: Any) -> str:
+    """Format a value for the legend: a word stands alone, a number or list follows its key."""
+    word = isinstance(value, str) and not value.startswith("[")
+    return str(value) if word else f"{axis.rpartition('.')[2]}={value}"
 
 
 def _label_x(panel, axis, values):

@@ -112,24 +112,45 @@ def test_only_the_markdown_file_has_escaped_lists(tmp_path):
     assert r"| \[2, 1\] |" in (tmp_path / "summary.md").read_text()
 
 
-def test_error_bars_of_two_lines_are_drawn_side_by_side(tmp_path, monkeypatch):
+def drawn(monkeypatch, rows, axes, folder):
+    """Return the figure of a sweep."""
     figures = []
     monkeypatch.setattr(
         "hpc3d.studies.sweep_table.save",
         lambda figure, *_: figures.append(figure) or figure.draw_without_rendering(),
     )
+    write(rows, axes, folder)
+    return figures[0]
+
+
+def test_legend_names_the_keys_of_numbers_and_lists(tmp_path, monkeypatch):
+    axes = {"model.hidden": [64, 128], "machine": ["h100", "v100"], "train.batch": [4, 8]}
+    axes |= {"data.weights": ["[1, 1]", "[5, 1]"]}
+    rows = [
+        row(hidden, 1, 0, loss=5.0) | dict(zip([*axes][1:], values))
+        for hidden in (64, 128)
+        for values in (("h100", 4, "[1, 1]"), ("v100", 8, "[5, 1]"))
+    ]
+    (legend,) = drawn(monkeypatch, rows, axes, tmp_path).legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "h100, batch=4, weights=[1, 1]",
+        "v100, batch=8, weights=[5, 1]",
+    ]
+
+
+def test_error_bars_of_two_lines_are_drawn_side_by_side(tmp_path, monkeypatch):
     rows = [
         row(hidden, seed, 0, loss=5.0 + seed) | {"layouts": name}
         for hidden in (64, 128)
         for seed in (1, 2)
         for name in "ab"
     ]
-    write(rows, AXES, tmp_path)
-    parts = [line.get_children() for line in figures[0].axes[0].containers]
+    figure = drawn(monkeypatch, rows, AXES, tmp_path)
+    parts = [line.get_children() for line in figure.axes[0].containers]
     for one, two in zip(*parts, strict=True):
         (left, _), (right, _) = (each.get_transform().transform((64, 5)) for each in (one, two))
         assert 3 < right - left < 15  # pixels
-    (legend,), panels = figures[0].legends, figures[0].axes
+    (legend,), panels = figure.legends, figure.axes
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
     assert all(legend.get_window_extent().ymin >= panel.bbox.ymax for panel in panels)
 
