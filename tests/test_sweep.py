@@ -99,6 +99,10 @@ def test_failed_point_is_reported_and_the_others_are_run(study, capsys, tmp_path
         (["--seed=9", "--sweep.a", "[{seed = 1}]"], "sets this key; change sweep.a\n"),
         (["--ranks", "4"], "--ranks 4: the axis sweep.ranks sets this key; use --sweep.ranks 4\n"),
         (["--repetitions", "2"], "not a key of an input file; use --sweep.repetitions 2\n"),
+        (
+            ["--sweep.data.weights", "[1,1],[5,1]"],
+            "--sweep.data.weights [1,1],[5,1]: write a list of lists as '[[1,1],[5,1]]'\n",
+        ),
         (["--sweep.foo", "1,2"], "trace, run, ranks, machine, repetitions\n"),
         (["--sweep.rank", "1,2"], "sweep.rank: unknown key; did you mean ranks?\n"),
     ],

@@ -149,7 +149,7 @@ def _read(study: Path | str, words: Sequence[str]) -> tuple[dict[str, Any], dict
     table = dict(_flat(_table(tree.pop("sweep", {}))))
     for option, text in options(words):
         if option.startswith(_OPTION):
-            table[option.removeprefix(_OPTION)] = _listed(text)
+            table[option.removeprefix(_OPTION)] = _listed(option, text)
         else:
             rest.append(f"{option}={text}")
     if not table:
@@ -198,9 +198,11 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield name, value
 
 
-def _listed(text: str) -> Any:
+def _listed(option: str, text: str) -> Any:
     """Convert the value of an option --sweep.KEY: a TOML value, or values separated by commas."""
     value = option_value(text)
+    if value == text and text.startswith("[") and isinstance(option_value(f"[{text}]"), list):
+        raise ValueError(f"{option} {text}: write a list of lists as '[{text}]'")
     return [option_value(each) for each in text.split(",")] if value == text else value
 
 
