@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from matplotlib.colors import to_rgb
 
 from hpc3d.analyze.metrics.expert_loads import ExpertLoads
 from hpc3d.analyze.report import charts, palette, plot_bokeh, plot_matplotlib
+from hpc3d.analyze.report.figure_list import of_runs
 from hpc3d.analyze.run_comparison import SeedGroup
 from hpc3d.comm.grid import AXES
 from hpc3d.comm.mesh import WORLD
@@ -108,6 +110,12 @@ def test_losses_are_subtracted_from_those_of_the_reference():
     assert chart.lower_ylabel == "difference from\nthe reference [nat]"
     assert charts.loss(runs[:2], groups[:2]).lower_ylabel == "difference from\nthe first run [nat]"
     assert charts.loss(runs[:1], groups[:1]).lower is None
+    for count, names_column in ((5, True), (2, False)):
+        report = SimpleNamespace(
+            tables={"scaling": [{}]}, runs=runs[:count], groups=groups[:count]
+        )
+        figure = next(of_runs(report))
+        assert ("the column reference of the table" in figure.caption) is names_column
 
 
 def loads(steps, layers):
