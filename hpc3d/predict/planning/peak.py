@@ -8,7 +8,7 @@ between its two halves. The peak memory of the pass itself is added to the size 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
@@ -173,12 +173,7 @@ def stage_bytes(
     kinds = {kind for kind, _ in moments}
     fused = split and any([op in ("BW", PAIR) for op, _ in kinds])
     wholes = [work_of(parts, each, False) for each in chunks] if fused else works
-    peaks = {
-        (op, chunk): _pair_peak(chunks, works, wholes, chunk)
-        if op == PAIR
-        else (wholes if op == "BW" else works)[chunk][_PASS[op]].peak
-        for op, chunk in kinds
-    }
+    peaks = _peaks(chunks, works, wholes, kinds)
     moments = [(saved, peaks[kind] + blocks) for kind, saved in moments]
     # The update, or the start of the next forward pass, holds at most two gathered buckets.
     # Gradient reductions overlap with the last backward pass.
@@ -201,6 +196,21 @@ def _part_in_flight(config: Config, gradient: float) -> float:
     """
     count, every = buckets(gradient, config.parallel.bucket_bytes), config.parallel.local_steps
     return min(1.0, (max(1.0, count / max(1, every)) + 1) / max(1, count))
+
+
+def _peaks(
+    chunks: Sequence[StageContent],
+    works: Sequence[StageWork],
+    wholes: Sequence[StageWork],
+    kinds: Iterable[tuple[str, int]],
+) -> dict[tuple[str, int], float]:
+    """Return the peak memory of each pass or pair of passes, by its kind (op, chunk)."""
+    return {
+        (op, chunk): _pair_peak(chunks, works, wholes, chunk)
+        if op == PAIR
+        else (wholes if op == "BW" else works)[chunk][_PASS[op]].peak
+        for op, chunk in kinds
+    }
 
 
 def _pair_peak(
