@@ -215,9 +215,10 @@ def _tail(path: Path) -> str:
 
 
 def _stragglers(axes: AxisShares) -> list[str]:
-    """Return phrases that list the stragglers.
+    """Return phrases that name the stragglers.
 
-    A straggler is the last rank to join a call at least _LATE times as often as the average rank.
+    A rank is a straggler if it is the last to arrive at a call at least _LATE times as often as
+    the average rank.
     """
     total = axes.late.total()
     if not total:

@@ -136,7 +136,7 @@ def _wrong_caps(model: ModelConfig) -> Iterator[str]:
 
 
 def _wrong_limits(key: str, rotation: Rotation, width: int) -> Iterator[str]:
-    """Report frequency limits in the wrong order, and values for which a type is undefined.
+    """Report RoPE frequency limits in the wrong order, and values that the type does not allow.
 
     `width` is the number of features of a head.
     """

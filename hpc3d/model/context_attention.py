@@ -237,7 +237,7 @@ class Ring:
         return self.pass_on(block, self.steps[number]) if number < len(self.hops) else None
 
     def pass_on(self, block: Array, step: int = 1) -> Pending:
-        """Send a block `step` ranks further; return a handle to the block that arrives."""
+        """Send a block `step` ranks along the ring; return a handle to the received block."""
         with self.comm.grouped():
             sent = self.comm.send(block, self.peer(step))
             received = self.comm.recv(block.shape, block.dtype, self.peer(-step))

@@ -47,5 +47,5 @@ def array_type(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def device_of(pool: Pool) -> torch.device:
-    """Return torch's name for the device that stores the arrays of a pool."""
+    """Return the `torch.device` that stores the arrays of a pool."""
     return torch.from_dlpack(pool.zeros((1,), np.uint8)).device

@@ -54,7 +54,7 @@ def _kept(passes: Sequence[Instruction], chunks: int) -> np.ndarray:
     """Count the microbatches with saved data on a stage, before each pass and after the last one.
 
     Returns an array of shape [1 + passes, 2, chunks].  The second axis distinguishes activations
-    and inputs of W.  If `chunks` is 1, the counts are summed over all chunks.
+    from the inputs of W.  If `chunks` is 1, the counts are summed over all chunks.
     """
     changes = np.zeros((1 + len(passes), 2, chunks), int)
     columns = [chunk % chunks for _, _, chunk in passes]

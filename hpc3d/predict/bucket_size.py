@@ -1,8 +1,8 @@
-"""Default size of gradient buckets, chosen by the machine model.
+"""Default size of gradient buckets, computed from the machine model.
 
-The reduction of a bucket has a latency, which increases with the number of replicas. The default
-size is therefore so large that the latency is a small part of the reduction time. However, each
-stage has several buckets, so that reductions overlap with the backward pass.
+The latency of a bucket's reduction increases with the number of replicas. The default size is
+large enough that this latency is a small part of the reduction time, and small enough that each
+stage has several buckets, whose reductions can overlap with the backward pass.
 """
 
 from __future__ import annotations

@@ -23,9 +23,10 @@ _SHORTEST = 1.0  # minimum CPU time of a host in s, as its counters advance in s
 
 
 class CpuTimes(NamedTuple):
-    """CPU times in s: of this process, of all processes of the host, and including idle time.
+    """CPU times in s.
 
-    The times of the host are 0 if they are unknown.
+    `own` is the time of this process, `busy` that of all processes on the host, and `total` also
+    includes the idle time of the host. If the times of the host are unknown, they are 0.
     """
 
     own: float

@@ -95,12 +95,13 @@ These properties are not modeled:
 """
 
 _A100 = """\
-The first rows are steps of Megatron-LM: table 5 of
-[arXiv:2205.05198](https://arxiv.org/abs/2205.05198), whose errors were examined, and table 1 of
-[arXiv:2104.04473](https://arxiv.org/abs/2104.04473). The other rows are the 109 multi-node steps
-of vTrain, measured with Megatron-DeepSpeed ([inputs/published](../inputs/published/README.md)).
-Their names list the hidden size, the layers, the sequences per step and per microbatch, and the
-numbers of tensor-parallel, data-parallel and pipeline-parallel ranks.
+The first rows are steps of Megatron-LM from table 5 of
+[arXiv:2205.05198](https://arxiv.org/abs/2205.05198) (used) and table 1 of
+[arXiv:2104.04473](https://arxiv.org/abs/2104.04473) (held out). The other rows are the 109
+multi-node steps of vTrain, measured with Megatron-DeepSpeed
+([inputs/published](../inputs/published/README.md)). Their names list the hidden size, the
+layers, the sequences per step and per microbatch, and the numbers of tensor-parallel,
+data-parallel and pipeline-parallel ranks.
 """
 
 _V100 = """\

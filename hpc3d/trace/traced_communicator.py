@@ -104,7 +104,8 @@ class Traced:
     ) -> dict[str, int]:
         """Return the columns of a call's row that describe its group, peer and data.
 
-        `data` contains the bytes, the elements and the dtype of the input block.
+        `data` is a tuple of the number of bytes, the number of elements and the dtype of the
+        input block.
         """
         nbytes, count, dtype = data
         nbytes = result.nbytes if op in ("broadcast", "recv") else nbytes

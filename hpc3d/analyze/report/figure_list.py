@@ -59,7 +59,7 @@ def of_runs(report: Report) -> Iterator[Picture]:
             f"Step time breakdown, averaged over steps, ranks, and the runs of {group}. These"
             " means differ from the median step times in the tables and in the verdict."
         )
-        yield Picture("runs", "Time of the runs", caption, charts.runs(runs))
+        yield Picture("runs", "Step time of each run", caption, charts.runs(runs))
     if tables["scaling"] and (speedup := charts.speedup(tables["scaling"])):
         caption = (
             "Ratio of the step times (strong scaling) or of the FLOP/s (weak scaling) to the first"

@@ -43,7 +43,7 @@ class LocalGraph:
         return local.result if local else None
 
     def add(self, node: fx.Node) -> fx.Node:
-        """Add a copy of an operation, applied to shards if there is a rule; return the copy."""
+        """Return a new copy of an operation, applied to shards if a sharding rule exists."""
         local = self.sharding.operations.get(node)
         if local is None:
             return self.graph.node_copy(node, lambda each: self._operand(each, None, False))

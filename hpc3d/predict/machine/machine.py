@@ -416,10 +416,10 @@ class Machine:
         return _over_nodes(len(members), inside, rings, leaving, tables)
 
     def nodes(self, members: Sequence[int], ranks_per_node: int = 0) -> tuple[int, Sequence[int]]:
-        """Return the number of nodes of a group, and the members on the node with the most.
+        """Return the number of nodes that a group spans, and the members on the fullest of them.
 
         Members with a constant stride are distributed periodically over the nodes, so only the
-        first ones are visited. `ranks_per_node` replaces that of the machine if it is not 0.
+        first ones are visited. A nonzero `ranks_per_node` overrides the value of the machine.
         """
         ranks, count = ranks_per_node or self.ranks_per_node, 0
         if isinstance(members, range) and len(members) > 3 * ranks:

@@ -31,9 +31,9 @@ def strategies(
 ) -> list[dict[str, Any]]:
     """Simulate a step of each strategy on `ranks` ranks.
 
-    Returns dicts with the step time and its three parts on the busiest stage in seconds, the bytes
-    that a rank of the first stage receives, and the peak memory of the rank that needs the most,
-    by kind.
+    Returns a dict for each strategy. It contains the step time; the computation, exposed
+    communication and idle time of the busiest stage; the bytes that a rank of the first stage
+    receives; and the peak memory, by kind, of the rank with the highest peak.
     """
     rows = []
     model = {"hidden": hidden, "layers": layers, "sequence": sequence}
