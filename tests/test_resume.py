@@ -276,7 +276,7 @@ def test_ranks_reject_an_invalid_resume_together(runs):
     done = mpirun(2, "-m", "hpc3d.train", "--resume", runs["run"], "--model.layers", 3)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     found = [line for line in said(done) if "model.layers = " in line]
-    assert len(found) == len({*found}) == 2, "each of two checkpoints is named once"
+    assert len(found) == 1, "the change is reported once, not for each checkpoint"
     assert files_of(runs) == before
 
 

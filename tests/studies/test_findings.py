@@ -30,7 +30,7 @@ def few():
         "buckets": [row for rows in summed() for row in rows],
         "microbatches": microbatches(MACHINE, 512, 1, 512, 4, counts=(1, 8)),
         "waiting": waiting(MACHINE, 128, 4, ((2, 2), (3, 1))),
-        "strategies": strategies(MACHINE, 2, 2, 64, 4, 16),
+        "strategies": strategies(MACHINE, 2, 2, 128, 4, 16),
     }
 
 

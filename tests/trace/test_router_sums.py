@@ -43,21 +43,22 @@ def test_recomputed_pass_adds_no_router_counts(recorder, tmp_path):
 
 
 MODEL = {
-    **{"model__experts": 4, "model__top_k": 2, "model__capacity": 0.75, "model__moe_every": 2},
+    **{"model__experts": 4, "model__top_k": 2, "model__capacity": 0, "model__moe_every": 2},
     **{"model__layers": 4, "train__dtype": "float64"},
 }
+DROPS = {"model__capacity": 0.75}  # ranks along c would drop other tokens than one rank
 LAYOUTS = {
-    "cube": {"mesh__e": 2, "mesh__x": 2, "mesh__z": 2, "parallel__microbatches": 3},
-    "replicas": {"mesh__e": 2, "mesh__x": 2, "parallel__scheme": "1d"},
-    "again": {"mesh__e": 2, "mesh__d": 2, "parallel__recompute": "full"},
+    "cube": {"mesh__e": 2, "mesh__x": 2, "mesh__z": 2, "parallel__microbatches": 3, **DROPS},
+    "replicas": {"mesh__e": 2, "mesh__x": 2, "parallel__scheme": "1d", **DROPS},
+    "again": {"mesh__e": 2, "mesh__d": 2, "parallel__recompute": "full", **DROPS},
     "chunks": {"mesh__e": 2, "mesh__c": 2, "parallel__microbatches": 2},
-    "stages": {"mesh__p": 2, "mesh__e": 2, "parallel__microbatches": 4},
+    "stages": {"mesh__p": 2, "mesh__e": 2, "parallel__microbatches": 4, **DROPS},
 }
 
 
 def decided(folder, ranks, evaluate=False, **layout):
     """Return (chosen, kept) [steps, layers, experts] and both losses [steps, layers]."""
-    with traces.opened(traces.trained(folder, ranks, evaluate, **MODEL, **layout)) as trace:
+    with traces.opened(traces.trained(folder, ranks, evaluate, **(MODEL | layout))) as trace:
         assert violations(trace) == []
         experts, routers = trace.experts, trace.routers
         assert {*experts["layer"].tolist()} == {*routers["layer"].tolist()} == {1, 3}
@@ -74,11 +75,13 @@ def decided(folder, ranks, evaluate=False, **layout):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return decided(tmp_path_factory.mktemp("alone") / "run", 1)
+    """Return the decisions of one rank without and with a capacity that drops tokens."""
+    folder = tmp_path_factory.mktemp("alone")
+    return decided(folder / "all", 1), decided(folder / "some", 1, **DROPS)
 
 
 def test_every_choice_is_counted(alone):
-    (chosen, kept), losses = alone
+    (chosen, kept), losses = alone[True]
     tokens = traces.TINY["train.batch"] * traces.TINY["model.sequence"]
     assert (chosen.sum(2) == 2 * tokens).all()
     slots = 2 * traces.TINY["train.batch"]  # ceil(2 x 4 x 0.75 / 4) of each expert a sequence
@@ -91,6 +94,7 @@ def test_every_choice_is_counted(alone):
 def test_replicated_router_decisions_count_once(name, alone, tmp_path):
     layout = LAYOUTS[name]
     ranks = int(np.prod([size for key, size in layout.items() if key.startswith("mesh")]))
-    (counts, losses), (expected, sums) = decided(tmp_path / "run", ranks, True, **layout), alone
+    counts, losses = decided(tmp_path / "run", ranks, True, **layout)
+    expected, sums = alone["model__capacity" in layout]
     np.testing.assert_array_equal(counts, expected)
     np.testing.assert_allclose(losses, sums, rtol=1e-9)
