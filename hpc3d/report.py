@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,16 @@ from hpc3d.analyze.report.step_timeline import OTHERS
 from hpc3d.analyze.report.write import clear, write
 from hpc3d.config.argument_types import Joined, choice, figures, integer, real, several, width
 from hpc3d.config.limits import INT32
+from hpc3d.config.resolve import refuse
 from hpc3d.console.command_line import Parser, run
 from hpc3d.console.sanitize import reason_of, sanitized
 from hpc3d.console.small_files import naming
 from hpc3d.runtime.optional_packages import need
-from hpc3d.trace.locate import trace_of
+from hpc3d.trace.locate import NEWEST, trace_of
 
 log = logging.getLogger("hpc3d.report")  # here, __name__ is "__main__"
+_LONGEST = 50  # maximum number of characters of the other runs in the name of an output folder
+_DIGITS = 6  # number of hexadecimal digits of the hash in this name
 
 _DESCRIPTION = """\
 Report the cost of a run from its trace: time, calls and bytes of a training step by phase, mesh
@@ -63,7 +67,8 @@ def parser() -> Parser:
     add("runs", nargs="+", type=Path, metavar="RUN_DIR|TRACE.h5", help="run folder or trace file")
     text = "run with which the others are compared (default: the first run)"
     add("--reference", type=Path, metavar="RUN_DIR|TRACE.h5", help=text)
-    text = "output folder (default: RUN_DIR/report of the first run)"
+    text = "output folder (default: RUN_DIR/report; for several runs,"
+    text += " RUN_DIR/comparison-OTHERS-HASH of the first run)"
     add("--out", type=Path, metavar="DIR", help=text)
     text = "write only tables (requires no packages except NumPy and h5py)"
     add("--tables", action="store_true", help=text)
@@ -118,6 +123,25 @@ def _refuse(options):
         need("--export otf2", "otf2")
     if options.reference not in (None, *options.runs):
         raise ValueError(f"--reference {options.reference}: name one of the runs of this report")
+    files = [*map(_trace_file, options.runs)]
+    again = (run for number, run in enumerate(options.runs) if files[number] in files[:number])
+    refuse([f"{run}: this run was given twice; name it only once" for run in dict.fromkeys(again)])
+
+
+def _trace_file(run):
+    """Return the path that identifies the trace of a run, which may not be merged yet."""
+    return (run / NEWEST if run.is_dir() else run).resolve()
+
+
+def _default_folder(runs):
+    """Return the default output folder, in the first run. Each selection of runs has its own."""
+    files = [*map(_trace_file, runs)]
+    folder = runs[0] if runs[0].is_dir() else runs[0].parent
+    if len(runs) == 1:
+        return folder / "report"
+    others = "-".join(file.parent.name for file in files[1:])
+    key = sha256("\n".join(map(str, files)).encode()).hexdigest()[:_DIGITS]
+    return folder / f"comparison-{others[:_LONGEST]}-{key}"
 
 
 def _report(options):
@@ -131,8 +155,7 @@ def _report(options):
             log.info("reading run %d of %d", number, len(traces))
             runs.append(analyze_run(each, options.peak, options.step, others=others))
         report = compare(traces, runs)
-        first = options.runs[0] if options.runs[0].is_dir() else options.runs[0].parent
-        out = _cleared(options.out or first / "report")
+        out = _cleared(options.out or _default_folder(options.runs))
         for number, each in enumerate(traces if options.export else (), 1):
             events = events_of(each, calls_of(each), *options.steps)
             name = str(number) if len(traces) > 1 else ""

@@ -120,8 +120,29 @@ def printed(run, stdout, encoding="utf-8"):
     )
 
 
-def test_run_given_twice_gets_two_labels(run, capsys):
-    rows = reported(capsys, run, run)["comparison"]
+def test_runs_with_the_same_name_get_two_labels(run, tmp_path, capsys):
+    rows = reported(capsys, run, write_run(tmp_path / "other" / run.name))["comparison"]
     first, second = (row["run"] for row in rows)
     label = "3d (shards only m and n), x=2 y=2, small"
     assert (first, second) == (f"{label}, 1", f"{label}, 2")
+
+
+def test_run_given_twice_is_rejected(run, capsys):
+    merge(run)
+    assert code_of([*map(str, (run, run / "trace.h5", run))]) == 2
+    path, line = run / "trace.h5", "this run was given twice; name it only once"
+    assert capsys.readouterr().err.splitlines() == [
+        f"hpc3d.report: {each}: {line}" for each in (path, run)
+    ]
+
+
+def test_comparisons_replace_neither_the_report_of_a_run_nor_each_other(run, tmp_path, capsys):
+    twin, third = (write_run(tmp_path / name) for name in ("twin", "third"))
+    chosen = [run], [run, twin], [run, third], [run, twin, third], [run, third, twin]
+    outs = [reported(capsys, *runs)["out"] for runs in chosen]
+    assert outs[0] == str(run / "report")
+    assert all(out.startswith(f"{run}/comparison-") for out in outs[1:])
+    assert outs[1].rpartition("-")[0].endswith("comparison-twin")
+    assert len({*outs}) == len(chosen)
+    assert all((run / out / "report.md").is_file() for out in outs)
+    assert reported(capsys, *chosen[1])["out"] == outs[1]
