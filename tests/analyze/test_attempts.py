@@ -12,9 +12,10 @@ from hpc3d import report
 from hpc3d.analyze.attempts import Attempts, resumes
 from hpc3d.runtime import metrics_file
 from hpc3d.trace.merge import merge
-from tests.analyze.report.by_hand import write_run
+from tests.analyze.report.by_hand import reported, write_run
 from tests.mpi import checked
 from tests.runs import losses, train, without_progress
+from tests.trace.test_previous_attempts import FLAT as OTHER
 from tests.trace.test_previous_attempts import attempt
 
 RANKS, STEPS = 2, 9
@@ -145,6 +146,32 @@ def test_first_attempt_without_a_trace_is_read_from_the_records(tmp_path):
     first, second = attempts.table()
     assert [first["layout"], second["layout"]] == ["layout unknown", "1f1b, p=2"]
     assert [first[key] for key in ("first", "last", "step_s", "tokens_per_s")] == [0, 1, 0.5, 128]
+
+
+def test_all_outputs_state_the_steps_and_the_file_of_another_layout(tmp_path, capsys):
+    """Attempt 1 trains steps 0 to 2, and attempt 2, with another layout, steps 2 to 4."""
+    run, other = tmp_path / "run", write_run(tmp_path / "small")
+    attempt(run, 0, 3)
+    attempt(run, 2, 5, layout=OTHER)
+    named = "trace-1.h5, steps before 2"
+    assert report.main([str(run), "--json"]) == 0
+    *lines, found = capsys.readouterr().out.splitlines()
+    assert f"other layout: {named}" in lines
+    about = json.loads(found)["runs"][0]["about"]
+    assert about["other layout"] == named
+    assert about["trace"].endswith(" events in 3 of 5 completed steps")
+    page = (run / "report" / "report.html").read_text(encoding="utf-8")
+    assert "Nothing is missing: all 2 ranks, all 5 steps." in page
+    assert report.main([str(run), str(other), "--out", str(tmp_path / "out")]) == 0
+    (note,) = (line for line in capsys.readouterr().out.splitlines() if named in line)
+    assert note.endswith(f": the times exclude steps with another layout ({named})")
+    for name in ("report.html", "report.md"):
+        text = (tmp_path / "out" / name).read_text(encoding="utf-8")
+        assert note.removeprefix("compare with care: ") in text
+    whole = reported(capsys, run / "trace.h5")["runs"][0]["about"]["trace"]
+    assert whole == about["trace"]
+    attempt(run, 2, 5)  # continues attempt 1 with the same layout
+    assert reported(capsys, run)["runs"][0]["about"]["trace"].endswith(" in 5 completed steps")
 
 
 def test_single_trace_file_is_analyzed_without_the_rest_of_the_run(tmp_path):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
-from hpc3d.analyze.metrics.run_summary import busy_hosts, other_cpu_share, outnumbered
+from hpc3d.analyze.metrics.run_summary import busy_hosts, other_cpu_share, outnumbered, untimed
 from hpc3d.config.load import flat, literal
 from hpc3d.model.families import with_epsilon
 from hpc3d.trace.reader import Trace
@@ -109,8 +109,9 @@ def difference_of(load: Mapping[str, Any] | None, other: Mapping[str, Any] | Non
 def notes(traces: Sequence[Trace], groups: Mapping[str, Sequence[int]]) -> list[str]:
     """Return warnings about the comparability of runs, one line per warning.
 
-    The warnings concern unknown configurations, busy hosts, and runs with more ranks than cores.
-    All groups with busy hosts have one line, which states the largest share of the CPU time.
+    The warnings concern unknown configurations, busy hosts, runs with more ranks than cores, and
+    runs that were resumed with another layout. All groups with busy hosts have one line, which
+    states the largest share of the CPU time.
     `groups` is a dict from the label of a group of runs to the indices of its runs.
     """
     if len(traces) < 2:
@@ -124,7 +125,8 @@ def notes(traces: Sequence[Trace], groups: Mapping[str, Sequence[int]]) -> list[
         line = busy_hosts(max(traces, key=lambda trace: other_cpu_share(trace) or 0))
         warnings[line or ""] = busy
     for label, runs in members.items():
-        for line in dict.fromkeys(filter(None, map(outnumbered, runs))):
+        lines = [warning(run) for warning in (outnumbered, untimed) for run in runs]
+        for line in dict.fromkeys(filter(None, lines)):
             warnings.setdefault(line, []).append(label)
     crowded = [
         f"{'all runs' if len(labels) == len(groups) else ', '.join(labels)}: {line}"

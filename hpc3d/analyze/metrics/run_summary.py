@@ -21,8 +21,11 @@ _SHOWN = 8  # maximum number of listed hosts
 CORES_SHARED = "ranks share cores, so times are longer than with one core per rank"
 
 
-def about(trace: Steady) -> dict[str, str]:
-    """Return the known properties of a run as a dict from title to text."""
+def about(trace: Steady, completed: int) -> dict[str, str]:
+    """Return the known properties of a run as a dict from title to text.
+
+    `completed` is the number of steps that all attempts of the run have completed.
+    """
     attrs, config = trace.attrs, configuration(trace)
     known = {
         "run": attrs["run_id"],
@@ -34,7 +37,7 @@ def about(trace: Steady) -> dict[str, str]:
         **(_configured(config, attrs) if config else {}),
         "program": _program(attrs),
         "MPI": attrs.get("mpi"),
-        "trace": _trace(trace.trace),
+        "trace": _trace(trace.trace, completed),
         "other layout": attrs.get("other_layout"),
         "averages": averaged(trace),
         "log": log if (log := trace.path.parent / "train.log").is_file() else None,
@@ -145,11 +148,18 @@ def _program(attrs):
     return f"hpc3d {version}" + (f", git {revision}{changed}" if git else "")
 
 
-def _trace(trace):
-    steps = np.unique(trace.steps["step"])
+def untimed(trace: Trace) -> str | None:
+    """Return a warning if the trace lacks the steps of earlier attempts, else None."""
+    text = trace.attrs.get("other_layout")
+    return f"the times exclude steps with another layout ({text})" if text else None
+
+
+def _trace(trace, completed):
+    recorded = len(np.unique(trace.steps["step"]))
     kind = trace.attrs.get("kind") or "measured"
-    completed = counted(len(steps), "completed step")
-    text = f"{kind}: {counted(len(trace.events), 'event')} of {completed}"
+    part = f"{recorded} of " if recorded < completed else ""
+    steps = f"{part}{counted(completed, 'completed step')}"
+    text = f"{kind}: {counted(len(trace.events), 'event')} in {steps}"
     error = trace.clock_model["resid_p99_ns"]
     if len(error) and np.nanmax(error) > 0:
         text += f"; clocks agree to {np.nanmax(error) * 1e-3:.1f} us (99 %)"

@@ -206,7 +206,8 @@ def analyze_run(
     else:
         missing.append(_NO_COMMON_TIME)
     missing += _dropped(trace)
-    head = sanitized_tree((layout_of(trace).label, attrs["run_id"], about(steady)))
+    header = about(steady, len(tables["loss"]))
+    head = sanitized_tree((layout_of(trace).label, attrs["run_id"], header))
     found = sanitized_tree((missing, wrong, tables))
     drawn_of = step, drawn, panels, sanitized_tree(matrices), loads, more, _blocks(trace)
     return RunAnalysis(*head, sanitized_lines(attrs["config"]), *found, *drawn_of)

@@ -28,10 +28,11 @@ only if they had the same layout. The layout is unknown if the first attempt was
 wrote a trace.""",
     "runs": """\
 `median [ms]` is the median step time of the slowest rank, with the quartiles `25 % [ms]` and `75 %
-[ms]`. `tokens/s` is the number of tokens per step divided by this median. `communication` is the
-share of the step time spent in communication calls (collectives and messages). `received [B]` is
-the number of bytes that a rank would receive per step if every collective used a bandwidth-optimal
-algorithm. It is computed from the sizes of the arrays.
+[ms]`. `steps` is the number of steps in these quantiles. `tokens/s` is the number of tokens per
+step divided by this median. `communication` is the share of the step time spent in communication
+calls (collectives and messages). `received [B]` is the number of bytes that a rank would receive
+per step if every collective used a bandwidth-optimal algorithm. It is computed from the sizes of
+the arrays.
 
 `loss [nat]` is the loss after the last step that all runs have in common, `loss after step`. The
 `max loss difference [nat]` over all common steps shows whether two layouts train the same model.

@@ -35,12 +35,14 @@ def _one(run: RunAnalysis) -> Iterator[str]:
     if attempts := run.tables["attempts"]:
         last = attempts[-1]
         yield f"attempts: {len(attempts)}, the last from step {last['first']} on; losses cover all"
+    if other := run.about.get("other layout"):
+        yield f"other layout: {other}"
     yield from _warnings(run)
 
 
 def _several(report: Report) -> Iterator[str]:
     yield from report.verdict[:4]
-    for line in report.notes[:2]:
+    for line in report.notes[:3]:
         yield f"compare with care: {line}"
     for group, keys in report.differing.items():
         if keys:

@@ -137,8 +137,8 @@ def test_run_given_twice_is_rejected(run, capsys):
 
 
 def test_comparisons_replace_neither_the_report_of_a_run_nor_each_other(run, tmp_path, capsys):
-    twin, third = (write_run(tmp_path / name) for name in ("twin", "third"))
-    chosen = [run], [run, twin], [run, third], [run, twin, third], [run, third, twin]
+    twin, third, other = (write_run(tmp_path / name) for name in ("twin", "third", "a/twin"))
+    chosen = [run], [run, twin], [run, other], [run, twin, third], [run, third, twin]
     outs = [reported(capsys, *runs)["out"] for runs in chosen]
     assert outs[0] == str(run / "report")
     assert all(out.startswith(f"{run}/comparison-") for out in outs[1:])
