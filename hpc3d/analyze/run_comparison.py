@@ -56,6 +56,9 @@ class SeedGroup(NamedTuple):
     other_data
         Clause that names the keys in which its training data differ from those of the reference
         group, or "".
+    other_training
+        Clause that names the other keys in which its training differs from that of the reference
+        group, such as the learning rate or the seed, or "".
     comparable
         Whether the reference group has the same model size and the same training data, so that
         the losses can be subtracted.
@@ -65,6 +68,7 @@ class SeedGroup(NamedTuple):
     seeds: dict[int | None, list[int]]
     reference: int = 0
     other_data: str = ""
+    other_training: str = ""
     comparable: bool = True
 
     @property
@@ -125,14 +129,18 @@ def _differing(settings: _Row, groups: Sequence[_Row]) -> Iterator[str]:
 
 
 def with_references(
-    groups: Sequence[SeedGroup], runs: Sequence[_Row], data: Sequence[_Row | None]
+    groups: Sequence[SeedGroup],
+    runs: Sequence[_Row],
+    data: Sequence[_Row | None],
+    training: Sequence[_Row | None],
 ) -> list[SeedGroup]:
     """Choose the group with which each group is compared, and whether its losses are comparable.
 
     The reference is the first group unless the work differs. Otherwise, it is a group that does
     the same work: the first one with the layout of the first group, or the first one with any
     layout. A group that is chosen for others is not compared. An unknown size or text does not
-    differ from any other. `runs` are the results of `run_row`, and `data` those of `data_of`.
+    differ from any other. `runs` are the results of `run_row`, `data` those of `data_of`, and
+    `training` those of `training_of`.
     """
     firsts = [runs[group.runs[0]] for group in groups]
     found = []
@@ -142,15 +150,25 @@ def with_references(
         others = kinds[0] == "other" and len(same) > 1
         keys = [[firsts[index].get(key) != firsts[0].get(key) for key in _MESH] for index in same]
         found.append(same[keys.index(min(keys, key=any))] if others else 0)
+    seeded = [_seeded(training[group.runs[0]], group) for group in groups]
     return [
-        group._replace(reference=each, other_data=texts, comparable=not texts and same)
-        for group, each in zip(groups, found)
-        for texts in [_other_data(data[group.runs[0]], data[groups[each].runs[0]])]
-        for same in [_same_size(runs[group.runs[0]], firsts[each])]
+        group._replace(
+            reference=each,
+            other_data=texts,
+            other_training=_other(seeded[index], seeded[each]),
+            comparable=not texts and same,
+        )
+        for index, (group, each) in enumerate(zip(groups, found))
+        for texts in [_other(data[group.runs[0]], data[groups[each].runs[0]])]
+        for same in [_same_size(firsts[index], firsts[each])]
     ]
 
 
-def _other_data(own: _Row | None, first: _Row | None) -> str:
+def _seeded(training: _Row | None, group: SeedGroup) -> _Row | None:
+    return training and {"seed": {*group.seeds}, **training}
+
+
+def _other(own: _Row | None, first: _Row | None) -> str:
     return difference_of(own, first) if own and first and own != first else ""
 
 
@@ -398,9 +416,9 @@ def _group_losses(group: SeedGroup, reference: SeedGroup, runs: Sequence[_Row]) 
         reason = f"trained on different data: {group.other_data}"
         yield f"the losses are not compared, because the runs {reason}"
     elif several or first["loss_difference"] is None:
-        yield from _mean_losses(*means)
+        yield from _mean_losses(*means, group.other_training)
     else:
-        yield from _losses(first)
+        yield from _losses(first, group.other_training)
 
 
 def _of_one_group(group: SeedGroup, runs: Sequence[_Row]) -> Iterator[str]:
@@ -461,8 +479,11 @@ def _ratio(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
 
 
-def _losses(row: _Row) -> Iterator[str]:
-    """Yield a clause on the losses at the steps that both runs have in common, if any."""
+def _losses(row: _Row, cause: str = "") -> Iterator[str]:
+    """Yield a clause on the losses at the steps that both runs have in common, if any.
+
+    `cause` names the keys that explain a difference, or is "".
+    """
     difference, loss = row["loss_difference"], row["loss"]
     if difference is None:
         return
@@ -472,12 +493,20 @@ def _losses(row: _Row) -> Iterator[str]:
         yield f"losses agree to {difference:.0e} nat"
     else:
         yield f"losses differ by up to {difference:.2g} nat"
+        yield from _expected(cause)
+
+
+def _expected(cause: str) -> Iterator[str]:
+    if cause:
+        yield f"a difference is expected, because {cause}"
 
 
 def _mean_losses(
-    first: Mapping[int | None, float], others: Mapping[int | None, float]
+    first: Mapping[int | None, float], others: Mapping[int | None, float], cause: str
 ) -> Iterator[str]:
     """Yield a clause on the losses of two groups of seeds, if all losses are known.
+
+    `cause` names the keys that explain a difference, or is "".
 
     If both groups have the same seeds, the interval is Student's t interval of the mean of the
     paired differences. Otherwise, it is Welch's interval of the difference of the means.
@@ -491,6 +520,7 @@ def _mean_losses(
         means = f"mean {means}"
     if min(len(first), len(others)) == 1:
         yield f"{means} (too few seeds for an interval)"
+        yield from _expected(cause)
         return
     paired = first.keys() == others.keys()
     if paired:
@@ -498,5 +528,7 @@ def _mean_losses(
     difference, margin = other - one, half_width(*samples)
     low, high = difference - margin, difference + margin
     kind = "paired difference" if paired else "difference"
-    same = "the losses agree within the noise of the seeds: " if low <= 0 <= high else ""
+    agree = low <= 0 <= high
+    same = "the losses agree within the noise of the seeds: " if agree else ""
     yield f"{same}{means} (95 % interval of the {kind} {low:.2g} to {high:.2g})"
+    yield from _expected("" if agree else cause)

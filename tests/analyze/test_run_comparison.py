@@ -193,7 +193,7 @@ def test_groups_are_compared_with_the_same_layout_and_model_size():
         for name, size in STUDY
     ]
     groups = [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
-    groups = with_references(groups, runs, UNKNOWN[0])
+    groups = with_references(groups, runs, *UNKNOWN)
     assert [group.comparable for group in groups] == [True] * 4 + [False]
     assert [group.reference for group in groups] == [0, 0, 3, 3, 0]
     lines = verdict(runs, [STEADY] * 5, [0] * 5, groups)
@@ -219,7 +219,7 @@ def test_efficiency_is_relative_to_the_ranks_of_the_reference():
         for name, n, ranks in sizes
     ]
     groups = [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
-    rows = scaling(runs, with_references(groups, runs, UNKNOWN[0]), [STEADY, STEADY, STEADY / 1.5])
+    rows = scaling(runs, with_references(groups, runs, *UNKNOWN), [STEADY, STEADY, STEADY / 1.5])
     assert [row["efficiency"] for row in rows] == pytest.approx([1, 1, 0.75])
 
 
@@ -311,7 +311,7 @@ def test_verdict_compares_the_mean_losses_of_groups_of_seeds(values, groups, sai
 def test_losses_are_compared_with_the_run_of_the_same_seed_and_size():
     runs = [run(name) for name in ("a1", "a2", "a2 again", "b2", "b3")] + [run("c1", hidden=16)]
     seeds = {1: [0], 2: [1, 2]}, {2: [3], 3: [4]}, {1: [5]}
-    groups = with_references(grouped("abc", *seeds), runs, UNKNOWN[0])
+    groups = with_references(grouped("abc", *seeds), runs, *UNKNOWN)
     assert loss_references(groups) == {
         **{0: 0, 1: 1, 2: 1},
         **{3: 1, 4: None},
@@ -319,7 +319,7 @@ def test_losses_are_compared_with_the_run_of_the_same_seed_and_size():
     }
     runs[5] |= {"hidden": None}  # the configuration is unknown
     groups = grouped("abc", *seeds[:2], {None: [5]})
-    assert loss_references(with_references(groups, runs, UNKNOWN[0]))[5] == 0
+    assert loss_references(with_references(groups, runs, *UNKNOWN))[5] == 0
 
 
 def test_losses_of_runs_with_other_data_are_not_compared(tmp_path, capsys):
@@ -340,6 +340,51 @@ def test_losses_of_runs_with_other_data_are_not_compared(tmp_path, capsys):
     )
     assert same.endswith("; losses agree to the last bit")
     assert [row["loss_difference"] for row in rows] == [0, None, 0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "clause"),
+    [
+        ("[train]\nlearning_rate = 0.1\n", "train.learning_rate differs"),
+        ("[train]\noptimizer = 'lion'\nbeta1 = 0.5\n", "train.optimizer and train.beta1 differ"),
+        ("[mesh]\nd = 2\n[train]\neval_every = 9\n", None),
+    ],
+)
+def test_verdict_names_the_keys_of_the_training_that_change_the_losses(
+    keys, clause, tmp_path, capsys
+):
+    one = write_run(tmp_path / "one")
+    other = write_run(tmp_path / "two", losses=(4.0, 3.75, 3.5), keys=keys)
+    line = first_line(capsys, one, other)
+    reason = f"; a difference is expected, because {clause}" if clause else ""
+    assert line.endswith(f"; losses differ by up to 0.25 nat{reason}")
+    same = write_run(tmp_path / "three", keys=keys)
+    assert first_line(capsys, one, same).endswith("; losses agree to the last bit")
+
+
+def first_line(capsys, *runs):
+    assert report.main([*map(str, runs), "--tables"]) == 0
+    return capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "values", "expected"),
+    [
+        (({1: [0]}, {2: [1]}), (3.0, 3.5), "seed differs"),
+        (({1: [0], 2: [1]}, {1: [2], 2: [3]}), (3, 4, 2.5, 3.5), None),
+        (({1: [0], 2: [1]}, {3: [2], 4: [3]}), (3, 3.01, 2.5, 2.51), "seed differs"),
+        (({1: [0], 2: [1]}, {3: [2], 4: [3]}), (3, 4, 3.5, 3.51), None),  # within the noise
+    ],
+)
+def test_verdict_names_the_seeds_that_change_the_losses(seeds, values, expected):
+    runs = [run(str(number)) for number in range(len(values))]
+    equal = [{"train.batch": 8}] * len(values)
+    groups = with_references(grouped("ab", *seeds), runs, UNKNOWN[0], equal)
+    rows = [losses(each["run"], None, value) for each, value in zip(runs, values)]
+    (line,) = comparison_verdict([], rows, groups)
+    *_, last = line.split("; ")
+    assert (last == f"a difference is expected, because {expected}") == (expected is not None)
+    assert ("because" in line) == (expected is not None)
 
 
 def test_verdict_lists_the_losses_of_runs_with_different_seeds():

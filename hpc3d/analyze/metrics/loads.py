@@ -26,13 +26,18 @@ _GROUPS = {  # dict from configuration section to group; the section of top-leve
     **dict.fromkeys(("checkpoint", "guard", "trace", "run"), EXECUTION),
 }
 _EXCEPTIONS = {
-    # These keys select reduced precision or compression, which changes the training result.
+    # These keys select reduced precision, compression or local updates, which change the training
+    # result.
     **dict.fromkeys(("parallel.keep_dtype", "parallel.reduce_dtype"), WORK),
+    **dict.fromkeys(("parallel.local_steps", "parallel.sync"), WORK),
+    **{f"parallel.outer_{end}": WORK for end in ("learning_rate", "momentum")},
     **{f"parallel.compression{end}": WORK for end in ("", "_rank", "_share")},
     # These keys change the training result only by rounding errors.
     **dict.fromkeys(("name", "mesh.transport", "train.max_minutes"), EXECUTION),
     **dict.fromkeys(("train.backend", "train.cuda_graph", "train.fused_gelu"), EXECUTION),
 }
+# Keys of WORK that do not change the training losses. The seed is compared separately.
+_NOT_TRAINING = ("seed", "train.eval_every", "train.eval_batches")
 _ALWAYS_NAMED = 2  # maximum number of runs or groups listed for the most frequent value of a key
 _KEYS_NAMED = 4  # maximum number of keys that are named as the difference of two workloads
 _OF_MACHINE = ("hosts", "MPI", "program")  # report header entries that are compared
@@ -75,6 +80,23 @@ def data_of(trace: Trace) -> dict[str, Any] | None:
     data = {key: each for key, each in flat(config).items() if key.startswith("data.")}
     held_out = data["data.validation"]
     return data | {"data.validation": held_out if isinstance(held_out, float) else None}
+
+
+def training_of(trace: Trace) -> dict[str, Any] | None:
+    """Return a dict of the configuration keys and values that determine the training losses.
+
+    The seed and the keys of the data are omitted. The result is `None` if the configuration of the
+    trace is unknown.
+    """
+    config = configuration(trace)
+    if config is None:
+        return None
+    values = flat(replace(config, model=with_epsilon(config.model)))
+    return {
+        key: value
+        for key, value in values.items()
+        if group_of(key) == WORK and not key.startswith("data.") and key not in _NOT_TRAINING
+    }
 
 
 def setting(load: Mapping[str, Any] | None, kind: str) -> str | None:

@@ -20,7 +20,7 @@ from hpc3d.analyze.metrics.compare import (
 )
 from hpc3d.analyze.metrics.critical_path import critical_path, path_rows
 from hpc3d.analyze.metrics.crossing import host_pair_rows, host_traffic_rows
-from hpc3d.analyze.metrics.loads import data_of, differing, load_of, notes
+from hpc3d.analyze.metrics.loads import data_of, differing, load_of, notes, training_of
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import configuration, pipeline_of_step
@@ -146,7 +146,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     labels, steady = [run.label for run in runs], [*map(Steady, traces)]
     rows = [run_row(trace) | {"run": label} for trace, label in zip(steady, labels)]
     groups, speeds = seed_groups(traces, labels, layouts), []
-    groups = with_references(groups, rows, [*map(data_of, traces)])
+    data, training = ([*map(each, traces)] for each in (data_of, training_of))
+    groups = with_references(groups, rows, data, training)
     tables = {"runs": comparison_rows(runs, loss_references(groups))}
     tables |= {name: [] for name in ("received", "scaling", "gains", "differences", "seeds")}
     if len(runs) > 1:

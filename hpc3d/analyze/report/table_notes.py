@@ -35,7 +35,8 @@ per step if every collective used a bandwidth-optimal algorithm. It is computed 
 the arrays.
 
 `loss [nat]` is the loss after the last step that all runs have in common, `loss after step`. The
-`max loss difference [nat]` over all common steps shows whether two layouts train the same model.
+`max loss difference [nat]` over all common steps shows whether two layouts train the same model,
+unless other keys, which the verdict names, change the losses.
 It is the difference from the run of the reference group (the first group, or a group that does the
 same work) that has the same seed. It is undefined if no run has the same seed and model size.""",
     "seeds": """\

@@ -116,6 +116,7 @@ def test_every_configuration_key_has_a_group():
     of = {group: [key for key in groups if groups[key] == group] for group in (LAYOUT, EXECUTION)}
     assert {"seed", "model.kind", "data.path", "train.batch", "train.tf32"} <= groups.keys()
     assert {groups[key] for key in ("seed", "model.kind", "data.path", "train.batch")} == {WORK}
+    assert groups["parallel.local_steps"] == groups["parallel.outer_momentum"] == WORK
     assert {"mesh.x", "parallel.zero", "parallel.recompute"} <= {*of[LAYOUT]}
     assert {"name", "trace.clock", "run.out", "mesh.transport", "train.backend"} <= {
         *of[EXECUTION]
