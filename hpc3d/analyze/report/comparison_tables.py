@@ -56,6 +56,10 @@ _RUNS = TableSpec(
         ColumnSpec("validation_loss", "validation loss [nat]", "{:.6f}".format),
         ColumnSpec("validation_best", "best validation loss [nat]", "{:.6f}".format),
     ),
+    in_latex=(
+        *("run", "ranks", "step_s_median", "tokens_per_s"),
+        *("communication_bytes", "peak_bytes", "loss", "validation_loss"),
+    ),
 )
 _SEEDS = TableSpec(
     "seeds",
@@ -84,6 +88,10 @@ _SCALING = TableSpec(
         ColumnSpec("reference", "reference"),
         ColumnSpec("efficiency", "efficiency", percent),
     ),
+    in_latex=(
+        *("run", "ranks", "step_s", "tokens_per_s", "scaling"),
+        *("speedup", "speedup_low", "speedup_high", "efficiency"),
+    ),
 )
 _GAINS = TableSpec(
     "gains",
@@ -95,6 +103,10 @@ _GAINS = TableSpec(
         *_ratios(over_1d="over 1-D", over_2d="over 2-D"),
         *times("step"),
         *_ratios(step_over_1d="step over 1-D", step_over_2d="step over 2-D"),
+    ),
+    in_latex=(
+        *("run", "family", "average_step_s", "over_1d", "over_2d"),
+        *("step_s", "step_over_1d", "step_over_2d"),
     ),
 )
 _DIFFERENCES = TableSpec(
@@ -122,7 +134,8 @@ def over_runs(labels: Sequence[str]) -> tuple[TableSpec, ...]:
 def _received(labels):
     """Return the specification of the received-bytes table, which has columns for every run.
 
-    Text tables show only the columns for the first _RUNS_SHOWN runs.
+    Text tables show only the columns for the first _RUNS_SHOWN runs, and LaTeX tables only their
+    bytes.
     """
     fields = [AXIS, OP]
     for number, label in enumerate(labels, 1):
@@ -131,4 +144,5 @@ def _received(labels):
             fields.append(ColumnSpec(f"difference_{number}", "difference", change))
         fields.append(ColumnSpec(f"seconds_{number}", "time [ms]", milliseconds))
     shown = len(_RECEIVED.fields) + 3 * _RUNS_SHOWN - 1
-    return _RECEIVED._replace(fields=tuple(fields), columns_shown=shown)
+    printed = "axis", "op", *(f"bytes_{number}" for number in range(1, _RUNS_SHOWN + 1))
+    return _RECEIVED._replace(fields=tuple(fields), columns_shown=shown, in_latex=printed)

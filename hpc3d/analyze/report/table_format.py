@@ -34,7 +34,8 @@ class TableSpec(NamedTuple):
     """Table of a report: its file name, title and columns.
 
     A text report shows only the first `rows_shown` rows and the first `columns_shown` columns. The
-    value 0 means no limit. If `rows_shown` is negative, text reports omit the table.
+    value 0 means no limit. If `rows_shown` is negative, text reports omit the table. A LaTeX file
+    has the columns with the keys `in_latex`, or all columns if there are none.
     """
 
     name: str
@@ -42,6 +43,7 @@ class TableSpec(NamedTuple):
     fields: tuple
     rows_shown: int = 0
     columns_shown: int = 0
+    in_latex: tuple[str, ...] = ()
 
     def known(self, rows: Sequence[dict[str, Any]]) -> list[ColumnSpec]:
         """Return the columns that have a known value in at least one row."""
@@ -201,9 +203,10 @@ def in_csv(value: Any) -> Any:
 def write(spec: TableSpec, rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write a table as NAME.csv, NAME.md and NAME.tex."""
     fields = spec.known(rows)
+    printed = [each for each in fields if each.key in spec.in_latex or not spec.in_latex]
     name = folder / spec.name
     name.with_suffix(".md").write_text(markdown(fields, rows) + "\n", encoding="utf-8")
-    name.with_suffix(".tex").write_text(latex(fields, rows), encoding="utf-8")
+    name.with_suffix(".tex").write_text(latex(printed, rows), encoding="utf-8")
     write_csv(name.with_suffix(".csv"), rows)
 
 

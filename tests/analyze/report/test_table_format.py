@@ -111,6 +111,22 @@ def test_number_formats(write, value, text):
     assert write(value) == text
 
 
+def test_latex_tables_of_a_comparison_have_few_columns(tmp_path):
+    """At most 9 columns fit into the width of a page. The other columns are in the CSV file."""
+    heads = {}
+    for spec in over_runs(list("abcdefgh")):
+        assert {*spec.in_latex} <= {field.key for field in spec.fields}
+        row = {field.key: "-" if field.is_text else 1 for field in spec.fields}
+        table_format.write(spec, [row], tmp_path)
+        heads[spec.name] = (tmp_path / f"{spec.name}.tex").read_text().splitlines()[2].split(" & ")
+        with (tmp_path / f"{spec.name}.csv").open(newline="") as file:
+            assert next(csv.reader(file)) == [*row]
+    few = {name: len(heads[name]) for name in ("runs", "scaling", "gains", "received")}
+    assert few == {"runs": 8, "scaling": 9, "gains": 8, "received": 8}
+    assert [heads["scaling"][column] for column in (0, 2, 5)] == ["run", "step [ms]", "speedup"]
+    assert len(heads["seeds"]) == 6  # all columns
+
+
 def test_text_table_of_many_runs_shows_the_first_columns():
     for labels, shown in (("abcdef", "abcdef"), ("abcdefgh", "abcdef")):
         spec = next(each for each in over_runs([*labels]) if each.name == "received")
