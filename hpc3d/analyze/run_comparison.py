@@ -32,7 +32,8 @@ from hpc3d.trace.reader import Trace
 
 _Row = Mapping[str, Any]
 _Samples = Sequence[Sequence[np.ndarray]]  # step times of each run of each sample
-_UNCOMPARED = ("seed", "name", "run.out")  # keys in which the runs of a group may differ
+_UNCOMPARED = ("name", "run.out", "run.label")  # keys in which equal runs may differ
+_MOST_KEYS = 4  # maximum number of keys that distinguish the labels of runs
 _MESH = ("layout", "ranks", "p", "d")  # columns that identify the layout of a run
 _TIMES = ("forward_s", "backward_s", "average_step_s", "step_s")
 _RATES = ("tokens_per_s", "tokens_per_s_rank", "flop_per_s")
@@ -102,12 +103,9 @@ def seed_groups(
     found: dict[Any, dict[int | None, list[int]]] = {}
     known: dict[Any, dict[str, Any]] = {}
     for index, trace in enumerate(traces):
-        config = configuration(trace)
-        settings: dict[str, Any] = {"run": index}
-        if config is not None:
-            settings = {key: each for key, each in flat(config).items() if key not in _UNCOMPARED}
-            settings |= {"ranks": trace.attrs["world_size"], "kind": trace.attrs.get("kind")}
-        key, seed = str(settings), None if config is None else config.seed
+        settings = _settings(trace)
+        seed = settings.pop("seed", None)
+        key = str((settings or index, trace.attrs["world_size"]))
         known[key] = settings
         found.setdefault(key, {}).setdefault(seed, []).append(index)
     groups = {key: SeedGroup("", seeds) for key, seeds in found.items()}
@@ -119,6 +117,35 @@ def seed_groups(
             label = f"{', '.join([names[key], *_differing(known[key], equal)])} ({group.size})"
         groups[key] = group._replace(label=label)
     return [*groups.values()]
+
+
+def _settings(trace: Trace) -> dict[str, Any]:
+    """Return the configuration of a run and the kind of its trace; empty if it is unknown."""
+    config = configuration(trace)
+    if config is None:
+        return {}
+    settings = {key: each for key, each in flat(config).items() if key not in _UNCOMPARED}
+    return settings | {"kind": trace.attrs.get("kind")}
+
+
+def distinct_labels(
+    traces: Sequence[Trace], labels: Sequence[str], run_ids: Sequence[str]
+) -> list[str]:
+    """Return unique labels: runs with equal labels are also named by the keys that differ.
+
+    If more than _MOST_KEYS keys or none differ, the run id is appended instead, and a number if
+    the run ids are equal, too.
+    """
+    known, named = [*map(_settings, traces)], []
+    for label, settings in zip(labels, known):
+        equal = [other for other, name in zip(known, labels) if name == label]
+        keys = [*_differing(settings, equal)]
+        named.append(", ".join([label, *keys]) if len(keys) <= _MOST_KEYS else label)
+    for ids in (run_ids, range(1, len(labels) + 1)):
+        named = [
+            f"{name}, {each}" if named.count(name) > 1 else name for name, each in zip(named, ids)
+        ]
+    return named
 
 
 def _differing(settings: _Row, groups: Sequence[_Row]) -> Iterator[str]:

@@ -669,6 +669,9 @@ class RunConfig:
     __pydantic_config__ = STRICT
     out: str = "results"
     """Folder in which each run creates its own folder."""
+    label: str | None = None
+    """Name of the run in reports, tables and figures. Default: its layout. A study sets it to the
+    labels of the point (docs/sweep.md)."""
     signal: Literal["USR1", "USR2"] = "USR1"
     """Signal that asks the run to save a checkpoint and stop, in addition to SIGTERM, SIGINT and
     SIGHUP."""

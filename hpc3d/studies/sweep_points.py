@@ -97,6 +97,12 @@ class SweepPoint(NamedTuple):
         readable = re.sub(r"[^\w.+-]+", "_", "-".join(words), flags=re.ASCII)
         return f"{readable[:_LONGEST]}-{self.key}"
 
+    @property
+    def label(self) -> str | None:
+        """Name in reports: the values of the axes that set several keys, or run.label."""
+        labels = (value for axis, value in self.values.items() if axis not in _KEYS)
+        return ", ".join(labels) or self.config.run.label
+
     def __str__(self) -> str:
         return _described(self.values, self.repetition)
 

@@ -36,10 +36,10 @@ def write_input(point: SweepPoint, folder: Path) -> Path:
     """Write the input file of a point, and return its path."""
     path = _file(point, folder, "toml")
     path.parent.mkdir(parents=True, exist_ok=True)
-    out = replace(point.config.run, out=str(folder / "runs"))
+    run = replace(point.config.run, out=str(folder / "runs"), label=point.label)
     with small_files.replacing(path) as temporary:
         temporary.write_text(
-            to_toml(replace(point.config, name=point.name, run=out)), encoding="utf-8"
+            to_toml(replace(point.config, name=point.name, run=run)), encoding="utf-8"
         )
     return path
 

@@ -11,6 +11,7 @@ from hpc3d.analyze.metrics.compare import half_width, interval, relative_error
 from hpc3d.analyze.run_comparison import (
     SeedGroup,
     comparison_verdict,
+    distinct_labels,
     gain_rows,
     loss_references,
     repeated_seeds,
@@ -228,7 +229,12 @@ def trace_of(text):
 
 
 def test_runs_that_differ_only_in_the_seed_form_a_group():
-    texts = ["seed = 1", "seed = 2\n[mesh]\nx = 2", 'seed = 3\nname = "other"', "[mesh]\nx = 2"]
+    texts = [
+        "seed = 1",
+        "seed = 2\n[mesh]\nx = 2",
+        'seed = 3\nname = "other"\n[run]\nlabel = "a"',
+        "[mesh]\nx = 2",
+    ]
     labels = "a, 64-seed1", "b", "a, 64-seed3", "b, 2", "c", "d"
     groups = seed_groups([*map(trace_of, [*texts, "", ""])], labels, "ababcd")
     assert groups == grouped(
@@ -246,6 +252,36 @@ def test_groups_with_the_same_label_are_named_by_the_keys_in_which_they_differ()
     groups = seed_groups([*map(trace_of, texts)], labels, ["1d, x=4"] * 4)
     named = [group.label for group in groups]
     assert named == ["1d, x=4, hidden=64 (2 seeds)", "1d, x=4, hidden=128 (2 seeds)"]
+
+
+def test_runs_with_the_same_label_are_named_by_the_keys_in_which_they_differ():
+    texts = [f"seed = {seed}\n[train]\nbatch = {n}" for n in (4, 8) for seed in (1, 2)]
+    texts += ["seed = 2\n[train]\nbatch = 8", "[model]\nlayers = 9", "", ""]
+    labels, ids = [*["a"] * 5, "b", "c", "c"], [f"run{number}" for number in range(7)] + ["run6"]
+    many = "a", "a", "seed = 1\n[train]\nbatch = 9\nsteps = 9\nclip = 9.0\nepsilon = 0.5"
+    assert distinct_labels([*map(trace_of, texts)], labels, ids) == [
+        *("a, seed=1, batch=4", "a, seed=2, batch=4", "a, seed=1, batch=8"),
+        *("a, seed=2, batch=8, run3", "a, seed=2, batch=8, run4"),
+        *("b", "c, run6, 7", "c, run6, 8"),
+    ]
+    pair = [*map(trace_of, ["seed = 2", many[2]])]
+    assert distinct_labels(pair, many[:2], ids[:2]) == ["a, run0", "a, run1"]
+
+
+def test_report_names_runs_by_their_labels(tmp_path, capsys):
+    """Seeds of a label are one group, and the label is not reported as a difference."""
+    labels = {"one": "3-D & ours", "two": "3-D & ours", "three": "1-D"}
+    for number, (name, label) in enumerate(labels.items(), 1):
+        keys = f"seed = {number % 2}\n[run]\nlabel = '{label}'\n"
+        write_run(tmp_path / name, keys=keys, scheme="3d" if number < 3 else "1d")
+    runs = [tmp_path / name for name in labels]
+    found = reported(capsys, *runs, "--out", tmp_path / "out")
+    names = ["3-D & ours, seed=1", "3-D & ours, seed=0", "1-D"]
+    assert [run["label"] for run in found["runs"]] == names
+    assert [row["run"] for row in found["scaling"]] == ["3-D & ours (2 seeds)", "1-D"]
+    assert "run.label" not in str(found["differing"])
+    for end, text in (("tex", r"3-D \& ours (2 seeds)"), ("csv", "3-D & ours (2 seeds)")):
+        assert text in (tmp_path / "out" / "tables" / f"scaling.{end}").read_text()
 
 
 def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
@@ -425,8 +461,8 @@ def test_report_counts_a_repeated_run_once(tmp_path, capsys):
     found = reported(capsys, *runs)
     assert [row["runs"] for row in found["seeds"]] == [2]
     assert found["notes"] == [
-        "3d (shards only m and n), x=2 y=2, two repeats the configuration and seed of 3d (shards"
-        " only m and n), x=2 y=2, one: the runs of a seed count as one sample"
+        "3d (shards only m and n), x=2 y=2, seed=1, two repeats the configuration and seed of 3d"
+        " (shards only m and n), x=2 y=2, seed=1, one: the runs of a seed count as one sample"
     ]
 
 

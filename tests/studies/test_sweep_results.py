@@ -2,11 +2,26 @@
 
 import pytest
 
+from hpc3d.config.load import load
 from hpc3d.library.launched_run import launched
 from hpc3d.studies.sweep_points import COLUMNS, points_of
 from hpc3d.studies.sweep_results import finished, row_of, simulate, write_input
 from tests.library.tiny import MODEL
 from tests.mpi import JOB_LOCK
+
+
+def test_input_file_contains_the_labels_of_the_point(tmp_path):
+    study = tmp_path / "study.toml"
+    study.write_text(
+        "[sweep]\nranks = 2\nseed = [1, 2]\n"
+        'layouts = [{ label = "1-D, ours", parallel.scheme = "1d" }, { mesh.d = 2 }]\n'
+        'decays = [{ label = "flat", train.decay = "constant" }]\n'
+    )
+    labels = [load(write_input(each, tmp_path), []).run.label for each in points_of(study, [])]
+    assert labels == ["1-D, ours, flat", "d=2, flat"] * 2
+    study.write_text('[run]\nlabel = "mine"\n[sweep]\nranks = 2\nseed = 1\n')
+    (point,) = points_of(study, [])
+    assert load(write_input(point, tmp_path), []).run.label == "mine"
 
 
 @pytest.mark.slow

@@ -162,6 +162,7 @@ def run_row(trace: Steady) -> dict[str, Any]:
     }
     return {
         "run": layout.label,
+        "label": (config and config.run.label) or "",
         "layout": layout.kind,
         "family": layout.family,
         "ranks": ranks,

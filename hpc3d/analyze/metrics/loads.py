@@ -166,10 +166,10 @@ def differing(
 
     The string lists each value of the key and the groups of runs that use this value. If a key,
     such as the seed, differs within a group, the value of the group lists the values of its runs.
-    The comparison covers all configuration keys except the name, the number of tokens per step,
-    the kind of trace, and the hosts, MPI version and hpc3d version in `abouts`. If a key is
-    missing in an older run, the default value is used. If the configuration of any run is unknown,
-    no configuration keys are compared.
+    The comparison covers all configuration keys except the names of the run, the number of tokens
+    per step, the kind of trace, and the hosts, MPI version and hpc3d version in `abouts`. If a key
+    is missing in an older run, the default value is used. If the configuration of any run is
+    unknown, no configuration keys are compared.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ def _compared(traces, abouts):
     if None not in configs:
         known = [flat(replace(each, model=with_epsilon(each.model))) for each in configs]
         for key in known[0]:
-            if key == "name":  # a label without effect
+            if key in ("name", "run.label"):  # names without effect
                 continue
             values = [each[key] for each in known]
             texts = ["absent" if value is None else literal(value) for value in values]

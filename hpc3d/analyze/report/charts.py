@@ -272,16 +272,19 @@ def _series(rows):
     """Return a dict from the label of a series to (numbers of ranks, speedups).
 
     A series contains the runs of one layout with the same total work (strong scaling) or the same
-    work per rank (weak scaling) as the first run. The first run is included in the series of its
-    own layout, or in all series if it has a single rank.
+    work per rank (weak scaling) as the first run. Runs that share a label are one layout. The
+    first run is included in the series of its own layout, or in all series if it has a single
+    rank.
     """
+    labels = [row["label"] for row in rows]
+    names = [each if each and labels.count(each) > 1 else "" for each in labels]
+    names = [name or row["layout"] or "1 rank" for name, row in zip(names, rows)]
     first, lines = rows[0], {}
-    for row in rows[1:]:
+    for name, row in zip(names[1:], rows[1:]):
         if row["scaling"] != "other" and row["speedup"] is not None:
-            name = f"{row['layout'] or '1 rank'}, {row['scaling']}"
-            starts = first["ranks"] == 1 or first["layout"] == row["layout"]
+            starts = first["ranks"] == 1 or name == names[0]
             start = [first] if starts and first["speedup"] is not None else []
-            lines.setdefault(name, start).append(row)
+            lines.setdefault(f"{name}, {row['scaling']}", start).append(row)
     pairs = {
         name: sorted((row["ranks"], row["speedup"]) for row in line)
         for name, line in lines.items()

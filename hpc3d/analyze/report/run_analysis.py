@@ -43,6 +43,7 @@ from hpc3d.analyze.report.step_timeline import Timeline, other_steps, timeline
 from hpc3d.analyze.run_comparison import (
     SeedGroup,
     comparison_verdict,
+    distinct_labels,
     gain_rows,
     loss_references,
     repeated_seeds,
@@ -140,12 +141,12 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
 
     `traces` are the open traces of `runs`. Times are not compared if any trace contains CPU times.
     """
-    layouts = [run.label for run in runs]
-    runs = _distinct(runs)
-    timed = all(map(one_time, traces))
-    labels, steady = [run.label for run in runs], [*map(Steady, traces)]
+    names = [run.label for run in runs]
+    labels = sanitized_tree(distinct_labels(traces, names, [run.run_id for run in runs]))
+    runs = [replace(run, label=label) for run, label in zip(runs, labels)]
+    timed, steady = all(map(one_time, traces)), [*map(Steady, traces)]
     rows = [run_row(trace) | {"run": label} for trace, label in zip(steady, labels)]
-    groups, speeds = seed_groups(traces, labels, layouts), []
+    groups, speeds = seed_groups(traces, labels, names), []
     data, training = ([*map(each, traces)] for each in (data_of, training_of))
     groups = with_references(groups, rows, data, training)
     tables = {"runs": comparison_rows(runs, loss_references(groups))}
@@ -207,8 +208,9 @@ def analyze_run(
     else:
         missing.append(_NO_COMMON_TIME)
     missing += _dropped(trace)
-    header = about(steady, len(tables["loss"]))
-    head = sanitized_tree((layout_of(trace).label, attrs["run_id"], header))
+    header, config = about(steady, len(tables["loss"])), configuration(trace)
+    label = (config and config.run.label) or layout_of(trace).label
+    head = sanitized_tree((label, attrs["run_id"], header))
     found = sanitized_tree((missing, wrong, tables))
     drawn_of = step, drawn, panels, sanitized_tree(matrices), loads, more, _blocks(trace)
     return RunAnalysis(*head, sanitized_lines(attrs["config"]), *found, *drawn_of)
@@ -223,18 +225,6 @@ def _blocks(trace: Trace) -> RankBlocks | None:
     places = [*dict.fromkeys(named.values())]
     known = [places.index(named[rank]) for rank in sorted(named)] if None not in places else []
     return RankBlocks(config, known)
-
-
-def _distinct(runs: Sequence[RunAnalysis]) -> list[RunAnalysis]:
-    """Make the labels of runs unique by appending the run id and, if necessary, a number."""
-    labels = [run.label for run in runs]
-    named = [
-        f"{run.label}, {run.run_id}" if labels.count(run.label) > 1 else run.label for run in runs
-    ]
-    return [
-        replace(run, label=f"{name}, {number}" if named.count(name) > 1 else name)
-        for number, (run, name) in enumerate(zip(runs, named), 1)
-    ]
 
 
 def _dropped(trace):

@@ -191,6 +191,7 @@ def test_run_row_of_a_hand_written_run(tmp_path):
     found = scheme_of(tmp_path / "t.h5", "1d", 2)
     assert found == {
         "run": "1d, x=2",
+        "label": "",
         "layout": "1d",
         "family": "1d",
         "ranks": 2,

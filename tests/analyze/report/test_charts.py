@@ -56,6 +56,19 @@ def test_speedup_series_start_at_a_single_rank_baseline():
     }
 
 
+def test_speedup_series_are_named_by_the_labels_that_runs_share():
+    """The sharded dimensions of a scheme depend on the number of ranks."""
+    rows = [
+        scaled("1d", 2, 1.0, label="1-D"),
+        scaled("3d (shards only m)", 2, 0.9, label="3-D"),
+        scaled("1d", 4, 1.8, label="1-D"),
+        scaled("3d", 4, 1.9, label="3-D"),
+    ]
+    assert {*charts.speedup(rows).lines} == {"ideal", "1-D, strong", "3-D, strong"}
+    own = [row | {"label": row["run"]} for row in rows]
+    assert {*charts.speedup(own).lines} == {"ideal", "1d, strong"}
+
+
 def test_speedup_over_another_run_than_the_first_one_is_not_drawn():
     rows = [scaled("3d", ranks, ranks / 8, reference="3d, 8") for ranks in (8, 16)]
     others = [scaled("3d", ranks, 1.0, reference="3d, 4") for ranks in (4, 32)]
@@ -139,8 +152,9 @@ def test_expert_load_map_averages_steps_and_samples_layers():
     assert len(chart.maps) == 12 and {0, 39} <= {*chart.maps}
 
 
-def scaled(layout, ranks, speedup, scaling="strong", reference=None):
+def scaled(layout, ranks, speedup, scaling="strong", reference=None, label=""):
     row = {"layout": layout, "ranks": ranks, "speedup": speedup, "scaling": scaling}
+    row["label"] = label
     return row | {"run": f"{layout}, {ranks}", "reference": reference}
 
 
