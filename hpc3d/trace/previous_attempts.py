@@ -192,14 +192,16 @@ class Earlier:
 
     For each rank, `ends` holds the number of these events and the end time of the last event, on
     the rank's own clock in ns.  In the segments of the current attempt, the offset `shift` (in ns)
-    is added to all times, and `number` is added to the sequence numbers of calls.
+    is added to all times, and `number` is added to the sequence numbers of calls. `aside` names
+    the file of still earlier steps, which were trained with another layout.
     """
 
-    missing, aside = (), ""
+    missing = ()
 
     def __init__(self, trace: Trace, began: _Begin) -> None:
         self.trace, self.first, self.now = trace, began.step, began.header
         self.created = trace.attrs.get("created_utc", "")
+        self.aside = trace.attrs.get("other_layout", "")
         self.ranks = range(trace.attrs["world_size"])
         self.tables = {name: _records(getattr(trace, name), _SMALL[name]) for name in _SMALL}
         self.ends = [self.end(rank) for rank in self.ranks]

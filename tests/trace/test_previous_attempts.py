@@ -229,6 +229,19 @@ def test_attempt_with_another_layout_is_omitted_and_reported(tmp_path):
         assert violations(trace) == []
 
 
+def test_another_layout_is_reported_by_all_later_attempts(tmp_path):
+    """Attempts 2 and 3 have the same layout, so the trace contains the steps of both."""
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(6)]
+    (tmp_path / metrics_file.NAME).write_text("".join(lines))
+    attempt(tmp_path, 0, 3)
+    attempt(tmp_path, 2, 5, layout=FLAT)
+    attempt(tmp_path, 4, 6, layout=FLAT)
+    with opened(tmp_path) as trace:
+        assert steps_of(trace) == [2, 3, 4, 5]
+        assert trace.attrs["missing"] == "" and trace.attrs["complete"]
+        assert trace.attrs["other_layout"] == "trace-1.h5, steps before 2"
+
+
 def test_later_error_is_not_mistaken_for_damage(tmp_path, monkeypatch):
     attempt(tmp_path, 0, 2)
     attempt(tmp_path, 2, 4)
