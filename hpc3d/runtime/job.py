@@ -18,12 +18,10 @@ from mpi4py import MPI
 from hpc3d.console.exit_codes import BAD_INPUT, REFUSED, JobExit
 from hpc3d.console.sanitize import lines_of, sanitized
 from hpc3d.runtime.host_map import Homes, kernel, namesakes
-from hpc3d.runtime.launcher import end_later, launcher
+from hpc3d.runtime.launcher import end_later, keep_open, launcher
 
-_OUTLIVED = (
-    2  # time in s that the socket of `first_to_fail` stays bound after the failed rank has exited
-)
 _UNHEARD = 5  # timeout in s for the launcher to end the job after MPI_Abort
+_REPORTED = 5  # timeout in s for the first rank that fails to print its message
 
 
 class Job:
@@ -45,6 +43,7 @@ class Job:
         self.name, self.comm = name, MPI.COMM_WORLD
         self.rank, self.size = self.comm.rank, self.comm.size
         self.exit_hooks, self.ending = [], threading.Lock()
+        self.failure: socket.socket | None = None
         self.signals, self.requests, self.started = [], set(), started
         self.kernels = self.gather((socket.gethostname(), kernel()))
         self.id = self.comm.bcast(f"{self.kernels[0][0]}-{os.getpid()}")
@@ -116,6 +115,8 @@ class Job:
 
     def complain(self, text: str) -> None:
         print(f"hpc3d.{self.name}: {text}", file=sys.stderr, flush=True)
+        if self.failure:
+            self.failure.listen()  # ranks that wait in `first_to_fail` continue
 
     def scatter_from_root(self, function: Callable[[], Sequence[Any]]) -> Any:
         """Call `function()` on rank 0, scatter the returned list, and return this rank's item."""
@@ -155,17 +156,21 @@ class Job:
     def first_to_fail(self) -> bool:
         """Return True if this rank is the first rank of the job that fails on this host.
 
-        The first failing rank binds an abstract socket address, which leaves no file.  A child
-        process keeps the address bound for some seconds after this rank has ended, so that ranks
-        that fail later find it in use.
+        The first failing rank binds an abstract socket address, which leaves no file.  Ranks that
+        fail later find it in use until the job has ended.  They wait until the first rank has
+        called `complain`, because their abort would kill it before it prints its message.
         """
+        address = f"\0hpc3d-{self.id}-failed"
         try:
             failure = socket.socket(socket.AF_UNIX)
-            failure.bind(f"\0hpc3d-{self.id}-failed")
+            failure.bind(address)
         except OSError as error:
-            return error.errno != errno.EADDRINUSE
+            if error.errno != errno.EADDRINUSE:
+                return True
+            _await_listener(failure, address)
+            return False
         self.failure = failure
-        _linger(failure.fileno())
+        keep_open(failure.fileno(), launcher())
         return True
 
     def abort(self, code: int) -> None:
@@ -189,15 +194,9 @@ def end_job(code: int) -> None:
     MPI.COMM_WORLD.Abort(code)
 
 
-def _linger(descriptor: int) -> None:
-    """Start a child process that keeps a file descriptor open for _OUTLIVED seconds.
-
-    The child executes the program `sleep`, because a plain fork of this process could deadlock if
-    other threads are busy.
-    """
-    import subprocess
-
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    command = ["sleep", str(_OUTLIVED)]
-    with suppress(OSError):
-        subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True, **quiet)
+def _await_listener(client: socket.socket, address: str) -> None:
+    """Wait until a process listens on a socket address, but at most _REPORTED seconds."""
+    client.setblocking(False)  # connecting fails with EAGAIN if the backlog is full
+    end = time.monotonic() + _REPORTED
+    while client.connect_ex(address) == errno.ECONNREFUSED and time.monotonic() < end:
+        time.sleep(0.01)

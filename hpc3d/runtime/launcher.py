@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ _LAUNCHERS = ("mpirun", "mpiexec", "orted", "orterun", "prted", "prterun", "hydr
 HEARD = 8  # time in s after which a launcher that has not ended the job is terminated
 # Seconds between two signals. A single signal does not stop mpirun while it is waiting for a host.
 AGAIN = 2
+# Time in s that `keep_open` keeps a descriptor open: upper limit, and without a known launcher.
+_MOST_KEPT, _KEPT = 60, 2
 
 
 def born(pid: int) -> str | None:
@@ -63,3 +66,18 @@ def end_later(found: tuple[int, str | None] | None) -> None:
                 break
             time.sleep(0.1)
     os._exit(0)
+
+
+def keep_open(descriptor: int, found: tuple[int, str | None] | None) -> None:
+    """Start a child process that keeps a file descriptor open until the launcher `found` ends.
+
+    The child executes programs, because a plain fork of this process could deadlock if other
+    threads are busy.
+    """
+    command = ["sleep", str(_KEPT)]
+    if found:
+        loop = 'while kill -0 "$0"; do sleep 0.1; done'
+        command = ["timeout", str(_MOST_KEPT), "sh", "-c", loop, str(found[0])]
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    with suppress(OSError):
+        subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True, **quiet)

@@ -1,13 +1,16 @@
 """A launcher that outlives its ranks is killed; other processes are not."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 
 import pytest
 
 from hpc3d.runtime import launcher
-from hpc3d.runtime.launcher import born, end_later
+from hpc3d.runtime.launcher import born, end_later, keep_open
 from tests.mpi import ROOT
 from tests.runs import wait_for
 
@@ -68,3 +71,24 @@ def test_launcher_is_recognized_by_its_name(name, is_one, tmp_path):
 def test_nothing_is_forked_without_a_launcher(monkeypatch):
     monkeypatch.setattr(launcher.os, "fork", lambda: pytest.fail("a process"))
     end_later(None)
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_descriptor_is_open_until_the_launcher_ends(begun, monkeypatch):
+    """The address that reports the first failure is in use while any rank may still fail."""
+    monkeypatch.setattr(launcher, "_KEPT", 0)
+    process, address = begun(WAITS), f"\0hpc3d-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(address)
+        keep_open(bound.fileno(), (process.pid, born(process.pid)))
+
+    def is_free():
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as other:
+            other.bind(address)
+            return True
+
+    time.sleep(0.3)  # a child that does not wait for the launcher has ended by now
+    assert not is_free()
+    process.kill()
+    process.wait()
+    wait_for(is_free)
