@@ -99,7 +99,8 @@ def _start_ranks(words: list[str]) -> None:
         )
     if command := mpi_launcher.launch_command(ranks):
         if not {"-h", "--help"} & {*words}:
-            read_command_line(ranks, [*words])  # the launcher adds its own text to an error
+            read_command_line(ranks, [*words])  # report an error before any rank starts
+        mpi_launcher.filter_standard_error()
         command += [sys.executable, "-m", "hpc3d.train", *words]
         os.execve(command[0], command, {**mpi_launcher.launch_settings(), **os.environ})
 

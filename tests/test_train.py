@@ -25,8 +25,8 @@ from hpc3d.data.tokenizer import BpeTokenizer, library, train_bpe
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.training import run_folder
 from tests.data.prepared import TEXT
-from tests.mpi import ROOT, checked, mpirun
-from tests.runs import losses, newest, said, train, words
+from tests.mpi import JOB_LOCK, ROOT, checked, mpirun, surroundings
+from tests.runs import losses, newest, said, train, without_progress, words
 from tests.strided import daily, strided
 
 slow = pytest.mark.slow
@@ -236,6 +236,7 @@ def test_launch_replaces_this_process_by_the_launcher(monkeypatch):
     variable = "PRTE_MCA_rmaps_default_mapping_policy"
     calls = []
     monkeypatch.setattr(verb.mpi_launcher, "launch_command", lambda ranks: ["/mpirun", str(ranks)])
+    monkeypatch.setattr(verb.mpi_launcher, "filter_standard_error", lambda: None)
     monkeypatch.setattr(os, "execve", lambda *given: calls.append(given))
     monkeypatch.setattr(verb.launch, "run", lambda *given: 0)
     monkeypatch.delenv(variable, raising=False)
@@ -250,6 +251,17 @@ def test_launch_replaces_this_process_by_the_launcher(monkeypatch):
     )
     assert first[2][variable] == "slot:oversubscribe" and second[2][variable] == "core"
     assert second[1] == ["/mpirun", "64", *program]
+
+
+def test_launch_prints_only_the_error_of_hpc3d(tmp_path):
+    options = words(tmp_path, data__path=tmp_path / "missing.txt", mesh__d=2)
+    command = [sys.executable, "-m", "hpc3d.train", "--launch", "2", *options]
+    how = {"env": os.environ | surroundings(), "text": True, "timeout": 250}
+    with JOB_LOCK:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, **how)
+    (line,) = without_progress(done.stderr).splitlines()
+    assert line.startswith(f"hpc3d.train: data.path: {tmp_path}/missing.txt does not exist; ")
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_dry_run_starts_no_ranks(capsys):

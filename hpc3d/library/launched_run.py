@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -15,14 +14,11 @@ from tempfile import TemporaryDirectory
 
 from hpc3d.console.exit_codes import BAD_INPUT, STOPPED
 from hpc3d.console.sanitize import Problems
-from hpc3d.runtime.mpi_launcher import launch_command, launch_settings
+from hpc3d.runtime.mpi_launcher import SAID, launch_command, launch_settings
 from hpc3d.training.run_folder import FOLDER_FILE
 
 _MOST_SAID = 2000  # maximum number of characters of launcher output in an error message
 _LEAVE = 10  # grace period in s for the ranks to exit after a signal
-# Pattern of the lines that hpc3d.train prints to standard error, except progress lines. It also
-# matches lines to which the launcher adds a prefix.
-_SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 
 
 def launched(
@@ -43,7 +39,7 @@ def launched(
         file = Path(scratch, "run")
         code, err = _ended(command, {FOLDER_FILE: str(file)}, quiet)
         folder = Path(os.fsdecode(file.read_bytes())) if file.exists() else None
-    said = _SAID.findall(err)
+    said = SAID.findall(err)
     if code == BAD_INPUT:
         raise Problems(said or [err.strip() or "train rejected the input"])
     if code not in (0, STOPPED) or folder is None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
+from hpc3d.console.exit_codes import STOPPED
+from hpc3d.runtime.fork import fork_or_end
 from hpc3d.runtime.mpi_library import CONSENT, CROWD, INSTALL, UNKNOWN, MpiInstall, launcher_at
 from hpc3d.runtime.probe import outcome
 
@@ -15,6 +21,13 @@ _NAMES = {
     "Open MPI": ("mpirun", "mpirun.openmpi"),
     "MPICH": ("mpirun", "mpirun.mpich", "mpiexec.hydra"),
 }
+# Pattern of the lines that hpc3d.train prints to standard error, except progress lines. It also
+# matches lines to which the launcher adds a prefix.
+SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
+_RULER = "-" * 74 + "\n"  # line above and below each message of Open MPI's mpirun
+# Messages of mpirun about an exit code, and the errors that it sometimes prints afterwards.
+_EXIT_REPORT = re.compile(r"exited with non-zero status|MPI_ABORT was invoked|\] PMIX ERROR: ")
+_STOP_REPORT = re.compile(rf"Exit code: +{STOPPED}\n")  # the log of the run states the reason
 _FIND = "from hpc3d.runtime import mpi_library; print(*mpi_library.found() or (), sep='\\n')"
 
 
@@ -47,6 +60,53 @@ def launch_command(ranks: int) -> list[str]:
         f"library of mpi4py ({loaded.path}); put its mpirun on PATH, run pip install "
         "'hpc3d[mpi]', or train on 1 rank"
     )
+
+
+def filter_standard_error() -> None:
+    """Redirect the standard error of this process to a child process that filters it.
+
+    The caller then replaces this process by mpirun. The child omits mpirun's messages about the
+    exit code of a rank if hpc3d has printed the reason. It exits when mpirun and its ranks have
+    closed standard error.
+    """
+    reader, writer = os.pipe()
+    if fork_or_end():
+        os.dup2(writer, 2)
+        return
+    os.setsid()  # Ctrl-C ends mpirun, which prints further messages
+    os.close(writer)
+    how = {"encoding": "utf-8", "errors": "surrogateescape", "newline": "\n"}
+    with suppress(OSError), open(reader, **how) as lines, open(2, "w", **how) as output:
+        _forward(lines, output)
+    os._exit(0)
+
+
+def _forward(lines: Iterable[str], output: TextIO) -> None:
+    """Copy the standard error of mpirun to `output` without exit reports that hpc3d has explained.
+
+    The exit reports are copied at the end if no line of hpc3d explains them.
+    """
+    reports, explained = "", False
+    for text in _messages(lines):
+        explained = explained or bool(SAID.search(text) or _STOP_REPORT.search(text))
+        if _EXIT_REPORT.search(text) and not SAID.search(text):
+            reports += text
+        else:
+            print(text, end="", file=output, flush=True)
+    if not explained:
+        print(reports, end="", file=output)
+
+
+def _messages(lines: Iterable[str]) -> Iterator[str]:
+    """Yield each message of mpirun between two rulers as one text, and each other line."""
+    message = ""
+    for line in lines:
+        line = line.replace("\0", "")  # mpirun terminates some messages with NUL
+        message += line
+        if not message.startswith(_RULER) or (line == _RULER and message != line):
+            yield message
+            message = ""
+    yield message
 
 
 def _best(loaded: MpiInstall) -> str | None:

@@ -1,5 +1,6 @@
 """The launcher belongs to the MPI library of mpi4py, whichever mpirun is first on PATH."""
 
+import subprocess
 import sys
 
 import pytest
@@ -8,9 +9,16 @@ from hpc3d.library.commands import run_training
 from hpc3d.runtime import mpi_launcher
 from hpc3d.runtime.mpi_launcher import launch_command
 from hpc3d.runtime.mpi_library import MpiInstall
+from tests.mpi import ROOT
 
 OPEN_4, OPEN_5 = "mpirun (Open MPI) 4.1.6", "mpirun (Open MPI) 5.0.8"
 WRAPPER = "script of the site, version 2.1"
+RULER = 74 * "-" + "\n"
+EXIT = RULER + "one or more processes exited with non-zero status\n   Exit code:    {}\n" + RULER
+KILLED = RULER + "process rank 3 exited on signal 9 (Killed).\n" + RULER
+WARNING = RULER + "a component of Open MPI was not found\n" + RULER
+ERROR, PMIX = "hpc3d.train: mesh: wrong\n", "[vm:7] PMIX ERROR: PMIX_ERR_UNREACH in file a.c\n"
+STACK = "hpc3d.train: rank 1 failed\nTraceback\n"
 MPICH = "HYDRA build details:\n Version: 4.2.0"
 
 
@@ -80,3 +88,26 @@ def test_one_rank_needs_no_launcher(installed):
 def test_rank_count_must_be_a_positive_integer(ranks):
     with pytest.raises(ValueError, match=r"ranks = .*: must be a positive integer"):
         run_training("gpt-serial", ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ([ERROR, EXIT.format(2), PMIX], [ERROR]),
+        ([EXIT.format(2), ERROR], [ERROR]),
+        ([STACK, EXIT.format(1), "last line"], [STACK, "last line"]),
+        ([PMIX, EXIT.format(75)], []),
+        (["hpc3d.train: 3 s: reading\n", EXIT.format(1)], None),
+        ([ERROR, KILLED], None),
+        ([WARNING, ERROR, EXIT.format(2)], [WARNING, ERROR]),
+        ([RULER, ERROR, "exited with non-zero status\n", RULER], None),
+        ([RULER, "incomplete\n"], None),
+    ],
+)
+def test_exit_reports_of_mpirun_are_omitted_if_hpc3d_printed_the_reason(printed, shown):
+    code = "import os; from hpc3d.runtime import mpi_launcher as m; m.filter_standard_error(); "
+    program = ["sh", "-c", 'printf "%s\\000" "$@" >&2; exit 7', "sh", *printed]
+    command = [sys.executable, "-c", f"{code}os.execvp('sh', {program})"]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    expected = printed if shown is None else shown
+    assert (done.returncode, done.stderr) == (7, "".join(expected))
