@@ -19,6 +19,7 @@ from hpc3d.console.command_line import Parser, complain, run
 from hpc3d.console.exit_codes import FAILED
 from hpc3d.console.sanitize import Problems, counted, lines_of
 from hpc3d.library.launched_run import launched
+from hpc3d.runtime.mpi_launcher import launch_command
 from hpc3d.studies.sweep_points import MOST_POINTS, SweepPoint, points_of
 
 log = logging.getLogger("hpc3d.sweep")  # here, __name__ is "__main__"
@@ -122,6 +123,9 @@ def _run(points: Sequence[SweepPoint], folder: Path, launcher: Sequence[str]) ->
     from hpc3d.studies.sweep_results import finished
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the ranks as on Ctrl-C
+    trained = [point for point in points if point.machine is None and not finished(point, folder)]
+    if trained and not launcher:  # report a missing launcher once, before the first point
+        launch_command(max(point.ranks for point in trained))
     failed = 0
     for point in points:
         if finished(point, folder):

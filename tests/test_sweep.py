@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from hpc3d import sweep
+from hpc3d.runtime import mpi_launcher
 from tests.library.tiny import MODEL
 from tests.mpi import surroundings
 from tests.runs import assert_gone, ended, wait_for
@@ -111,6 +112,14 @@ def test_invalid_request_is_one_line(words, line, study, capsys):
     assert study(SIMULATED)(*words) == 2
     error = capsys.readouterr().err
     assert line in error and error.count("\n") == 1
+
+
+def test_missing_launcher_is_reported_once_before_the_first_point(study, monkeypatch, capsys):
+    monkeypatch.setattr(mpi_launcher, "_library", lambda: None)
+    assert study("[sweep]\nranks = [1, 2]\nseed = [1, 2]")() == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("hpc3d.sweep: ranks = 2: mpi4py finds no MPI library; load ")
 
 
 @pytest.mark.slow
