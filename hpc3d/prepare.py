@@ -17,7 +17,7 @@ from hpc3d.checkpoints.run_tokenizer import of_bytes
 from hpc3d.config import package_data
 from hpc3d.console.command_line import Parser, complain, run
 from hpc3d.console.exit_codes import CHECK_FAILED
-from hpc3d.console.sanitize import Problems, lines_of, sanitized
+from hpc3d.console.sanitize import Problems, counted, lines_of, sanitized
 from hpc3d.data.sources import BIN, JSONL, PARQUET, training_pieces
 from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
 from hpc3d.data.tokenizer import (
@@ -195,7 +195,7 @@ def _make_tokenizer(arguments: argparse.Namespace, texts: Sequence[Path]) -> Tok
 
 def _trained_on(texts: Sequence[Path], arguments: argparse.Namespace) -> BpeTokenizer:
     """Train a tokenizer on `texts`; print a notice if they are too short for --vocabulary."""
-    log.info("training a tokenizer on %d texts", len(texts))
+    log.info("training a tokenizer on %s", counted(len(texts), "text"))
     given = arguments.vocabulary
     wanted = _BPE_VOCABULARY if given is None else given
     found = train_bpe(training_pieces(texts, arguments.field), wanted)

@@ -94,8 +94,8 @@ def _start_ranks(words: list[str]) -> None:
     most = host_memory.total() // _LEAST_OF_RANK
     if ranks and ranks > most:
         raise ValueError(
-            f"--launch {ranks}: the memory of this machine suffices for at most {most} ranks; use "
-            "fewer ranks, or mpirun with the hosts of a cluster"
+            f"--launch {ranks}: the memory of this machine suffices for at most "
+            f"{counted(most, 'rank')}; use fewer ranks, or mpirun with the hosts of a cluster"
         )
     if command := mpi_launcher.launch_command(ranks):
         if not {"-h", "--help"} & {*words}:

@@ -228,7 +228,7 @@ def _stragglers(axes: AxisShares) -> list[str]:
     if axes.ranks < _LATE or not often:
         return ["no rank is often the last to arrive"]
     items = [f"rank {rank} in {count / total:.0%}" for rank, count in often]
-    return [f"last to arrive: {items[0]}", *items[1:], f"of {total} calls"]
+    return [f"last to arrive: {items[0]}", *items[1:], f"of {counted(total, 'call')}"]
 
 
 def flow(items: Iterable[str], width: int) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import hpc3d.trace
 from hpc3d.benchmarks import harness
 from hpc3d.config.package_data import MACHINE, MEASURED, new_path
+from hpc3d.console.sanitize import counted
 from hpc3d.console.small_files import naming
 from hpc3d.predict.calibration.align_trace import TimedWork, works
 from hpc3d.predict.calibration.calibrate import machine_of, step_seconds, with_wakeup
@@ -48,7 +49,10 @@ def calibrate(options: Namespace) -> dict[str, Any]:
             told += _works_of(line, folder, how)
         machine = machine_of(told, **_this_machine(options.transport))
         free = [line for line in CALIBRATE if 1 < settings(line)[0] <= machine.cores]
-        print(f"calibrate: repeating {len(free)} runs to measure wall-clock time", flush=True)
+        print(
+            f"calibrate: repeating {counted(len(free), 'run')} to measure wall-clock time",
+            flush=True,
+        )
         timed = [(config_of(line, **how), min(_steps_of(line, folder, how))) for line in free]
         machine = with_wakeup(machine, timed)
         with naming(out):

@@ -23,7 +23,7 @@ from hpc3d import trace
 from hpc3d.analyze.metrics.step import step_seconds
 from hpc3d.comm.threads import meshes
 from hpc3d.config.input_file import Config
-from hpc3d.console.sanitize import Problems
+from hpc3d.console.sanitize import Problems, counted
 from hpc3d.runtime.mpi_launcher import launch_settings
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.recorder import Recorder
@@ -226,7 +226,9 @@ def run(
             first = time.perf_counter() - start
         number = re.match(r" *(\d+) +\S+ +\S+ +\S+ ", line)
         if number and int(number[1]) < steps:
-            log.info("training on %d ranks: step %d of %d", ranks, int(number[1]) + 1, steps)
+            log.info(
+                "training on %s: step %d of %d", counted(ranks, "rank"), int(number[1]) + 1, steps
+            )
     where = Path(line.removeprefix(KEPT).strip())
     with trace.open(where / "trace.h5") as recorded:
         return {"first_s": first, "folder": where, **_times(recorded)}

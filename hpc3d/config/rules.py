@@ -164,8 +164,8 @@ def _wrong_decay(train: TrainConfig) -> Iterator[str]:
         yield f"{key}: must be at most train.learning_rate = {rate}"
     if train.cooldown is not None and train.cooldown > left:
         yield (
-            f"train.cooldown = {train.cooldown}: after the warmup of {train.warmup} steps, only "
-            f"{left} of {train.decaying()} steps are left; use fewer"
+            f"train.cooldown = {train.cooldown}: only {left} of "
+            f"{counted(train.decaying(), 'step')} follow the warmup; use fewer"
         )
     if train.decay_steps is not None and 0 < train.decay_steps < train.warmup:
         key = f"train.decay_steps = {train.decay_steps}"

@@ -155,7 +155,7 @@ def shared_memory(ranks: int) -> Iterator[Finding]:
         text = f"not used on {platform.machine()}; the ranks of a node use MPI"
         yield Finding(OK, "shared memory", text)
     else:
-        text += f", too little for {ranks} ranks, so they use MPI"
+        text += f", too little for {counted(ranks, 'rank')}, so they use MPI"
         yield Finding(WARN, "shared memory", text, remedy)
 
 
@@ -169,7 +169,9 @@ def limits(ranks: int) -> Iterator[Finding]:
         able = f"ulimit -n {need}"
         if hard != unlimited and hard < need:
             able = "ask the administrator for a higher limit (limits.conf)"
-        yield Finding(WARN, "open files", f"{soft}, but {ranks} ranks may need {need}", able)
+        yield Finding(
+            WARN, "open files", f"{soft}, but {counted(ranks, 'rank')} may need {need}", able
+        )
     largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if largest != unlimited:
         text = f"at most {size(largest)}; larger traces and checkpoints cannot be written"

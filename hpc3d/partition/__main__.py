@@ -41,7 +41,7 @@ from hpc3d.config.argument_types import integer, number_of_ranks, rate, size
 from hpc3d.config.limits import INT32, MOST_PASSES, MOST_RANKS, TRAINED_TYPES
 from hpc3d.config.package_data import DEFAULT_MACHINE, default_machine
 from hpc3d.console.command_line import Parser, readable_time, run
-from hpc3d.console.sanitize import Problems, sanitized
+from hpc3d.console.sanitize import Problems, counted, sanitized
 from hpc3d.console.small_files import replacing
 from hpc3d.pipeline.schedule import FOR_PARTITIONS
 from hpc3d.runtime.optional_packages import need
@@ -334,7 +334,9 @@ def _show(plan, limits):
         proof = "optimal" if plan.proven else "search limit reached, possibly not optimal"
         searched = f"all {plan.cuts} downsets of the graph; {proof}"
     else:
-        searched = f"one topological order of {plan.cuts - 1} nodes; possibly not optimal"
+        searched = (
+            f"one topological order of {counted(plan.cuts - 1, 'node')}; possibly not optimal"
+        )
     print(f"searched        {searched}\n")
     print("stage   forward [s]  backward [s]     in [MB]    out [MB] memory [MB]  nodes")
     for number, stage in enumerate(plan.stages):
@@ -390,7 +392,7 @@ def _show_module(plan, ranks, captured):
     if not plan.costs.states:
         print("offloaded       the optimizer state, which is not included")
     print(f"memory limit    {plan.memory / 1e6:.6g} MB per rank, excluding the margin")
-    searched = f"one topological order of {plan.costs.count} nodes, by simulation"
+    searched = f"one topological order of {counted(plan.costs.count, 'node')}, by simulation"
     print(f"searched        {searched}")
     none = f"none, so this plan cannot be run: {loss.text}"
     print(f"loss            {sanitized(none if loss.node is None else loss.text)}\n")

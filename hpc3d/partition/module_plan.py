@@ -200,9 +200,9 @@ def _refuse_few(costs, wanted, allowed):
     stages = allowed.stages if given else 1
     if costs.count < stages:
         raise ValueError(
-            f"the model has only {costs.count} pieces, too few for a pipeline of {stages} stages "
-            "(only values with the batch in dimension 0 can be sent between pieces); use "
-            "--replicas or fewer ranks"
+            f"the model has only {counted(costs.count, 'piece')}, too few for a pipeline of "
+            f"{stages} stages (only values with the batch in dimension 0 can be sent between "
+            "pieces); use --replicas or fewer ranks"
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc3d.console import small_files
+from hpc3d.console.sanitize import counted
 from hpc3d.runtime import metrics_file
 from hpc3d.trace import schema
 from hpc3d.trace.annotations import add_supplements, supplements
@@ -131,7 +132,7 @@ class _Merge:
             raise ValueError(f"{path.name} belongs to another run")
         ranks = {header["rank"]}.union(*(group["members"] for group in header["groups"]))
         if not 0 <= min(ranks) <= max(ranks) < header["world_size"]:
-            raise ValueError(f"{path.name} contains ranks beyond the {header['world_size']} ranks")
+            raise ValueError(f"{path.name} contains ranks beyond rank {header['world_size'] - 1}")
 
     def _set_time(self, rank, parts):
         """Convert event times to rank 0's clock, using clock samples of the node's first rank."""
@@ -182,7 +183,9 @@ class _Merge:
         wanted = configured(self.first["config"], "train", "steps")
         done = 1 + max([int(steps.max(initial=-1)), *trained])
         if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
-            what = f"not trained, because the run has completed {done} of {wanted} steps"
+            what = (
+                f"not trained, because the run has completed {done} of {counted(wanted, 'step')}"
+            )
             self.missing.append(f"steps from {done} on: {what}")
         absent = [rank for rank in ranks if rank not in self.headers]  # the most severe loss
         self.missing = [*(f"rank {rank}: no segment" for rank in absent), *self.missing]
@@ -208,7 +211,7 @@ class _Merge:
         if apart and self.first["kind"] == "measured":
             found.append("the synchronization of its clock with rank 0's clock")
         if dropped := self.headers[rank]["dropped"]:
-            found.append(f"{dropped} events, which were dropped because its event table was full")
+            found.append(f"{counted(dropped, 'event')} dropped because its event table was full")
         return found
 
     def _write_ranks(self, ranks, hosts):

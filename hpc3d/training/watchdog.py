@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.comm.mesh import WORLD, along
 from hpc3d.console.exit_codes import STALLED
+from hpc3d.console.sanitize import counted
 from hpc3d.runtime.host_map import spans
 from hpc3d.runtime.launch import leave, save_in_child
 from hpc3d.runtime.launcher import end_later, launcher
@@ -156,13 +157,13 @@ class RankPosition:
             return f"outside communication in step {self.step}: {what}"
         axis, (op, number, nbytes, peer) = call
         other = "" if peer is None else f" with rank {self.comms[axis].members[peer]}"
-        size = f", {nbytes} bytes" if nbytes else ""
+        size = f", {counted(nbytes, 'byte')}" if nbytes else ""
         return f"in {op}{other} {along(axis)} (call {number}{size}) of step {self.step}"
 
     def groups(self) -> Iterator[str]:
         """For each communicator of this rank, yield a line with its members and call counts."""
         for axis, comm in self.comms.items():
-            calls = f"{comm.calls} calls, {comm.done} done"
+            calls = f"{counted(comm.calls, 'call')}, {comm.done} done"
             yield f"{axis}: ranks {spans(comm.members)}: {calls}"
 
 

@@ -283,3 +283,10 @@ def test_corpus_matches_its_readme():
 def test_corpus_can_be_regenerated():
     made = runpy.run_path(str(CORPUS / "make.py"))["corpus"]()
     assert made.encode() == (CORPUS / "python.txt").read_bytes()
+
+
+def test_progress_names_the_number_of_texts(capsys, text, output, caplog):
+    caplog.set_level("INFO")
+    words = ["--tokenizer", "bpe", "--vocabulary", "300"]
+    assert call(capsys, text, "-o", output, *words)[0] == 0
+    assert "training a tokenizer on 1 text" in caplog.messages

@@ -198,14 +198,14 @@ def test_missing_ranks_are_named_first(run):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"dropped": 5}, "rank 3: 5 events, ... full"),
+        ({"dropped": 5}, "rank 3: 5 events ... full"),
         ({"run_id": "old"}, "rank 3: rank-00003-0001.npz ... run"),
         ({"world_size": 8}, "rank 3: rank-00003-0001.npz ... run"),
         ({"groups": []}, "rank 3: rank-00003-0001.npz ...(... column group "),
         ({"rank": 2}, "rank 3: rank-00003-0001.npz ...(... rows ... ranks "),
         (
             {"groups": [{"axis": "x", "members": [3, 4]}] * 2},
-            "rank 3: rank-00003-0001.npz ... 4 ranks",
+            "rank 3: rank-00003-0001.npz ... ranks beyond rank 3",
         ),
     ],
 )

@@ -150,7 +150,7 @@ def test_one_rank_reports_all_positions_and_the_job_ends(watched, tmp_path):
     assert re.match(
         elided("in all_gather along x (call 812, 98304 bytes) ... 4\nfor 21.0 s"), report
     )
-    assert "x: ranks 0: 1 calls, 1 done\n" in report
+    assert "x: ranks 0: 1 call, 1 done\n" in report
     assert "in second" in report
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.run_summary import busy_hosts, other_cpu_share, outnumbered, untimed
 from hpc3d.config.load import flat, literal
+from hpc3d.console.sanitize import counted
 from hpc3d.model.families import with_epsilon
 from hpc3d.trace.reader import Trace
 
@@ -123,7 +124,7 @@ def difference_of(load: Mapping[str, Any] | None, other: Mapping[str, Any] | Non
     if not keys:
         return "only one of them is simulated"
     if len(keys) > _KEYS_NAMED:
-        keys[_KEYS_NAMED:] = [f"{len(keys) - _KEYS_NAMED} more keys"]
+        keys[_KEYS_NAMED:] = [counted(len(keys) - _KEYS_NAMED, "more key")]
     *others, last = keys
     return f"{', '.join(others)} and {last} differ" if others else f"{last} differs"
 

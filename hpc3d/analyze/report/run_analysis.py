@@ -54,7 +54,7 @@ from hpc3d.analyze.run_comparison import (
     with_references,
 )
 from hpc3d.config.resolve import violated
-from hpc3d.console.sanitize import sanitized, sanitized_lines, sanitized_tree
+from hpc3d.console.sanitize import counted, sanitized, sanitized_lines, sanitized_tree
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.trace.reader import Trace
 from hpc3d.trace.trace_config import one_time
@@ -326,6 +326,6 @@ def _wait_warnings(calls, tables):
         )
     if early:
         yield (
-            f"synchronized clocks: {early} calls ended up to {worst * 1e6:.0f} us before a"
-            " required member arrived"
+            f"synchronized clocks: {counted(early, 'call')} ended up to {worst * 1e6:.0f} us "
+            "before a required member arrived"
         )

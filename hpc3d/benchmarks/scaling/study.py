@@ -15,7 +15,7 @@ from hpc3d.config.argument_types import Joined, choice, number_of_ranks, positiv
 from hpc3d.config.load import load
 from hpc3d.config.package_data import shipped
 from hpc3d.console.command_line import Parser
-from hpc3d.console.sanitize import Problems
+from hpc3d.console.sanitize import Problems, counted
 from hpc3d.predict.machine import machine_file
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ def _placed(
             placed.append(scaling_rows.with_mesh(point, config, machine))
         except ValueError as error:
             reason = str(error).splitlines()[0]
-            missing.append(f"{point.scheme}: not possible on {point.ranks} ranks: {reason}")
+            missing.append(
+                f"{point.scheme}: not possible on {counted(point.ranks, 'rank')}: {reason}"
+            )
     if grow:
         placed = [each for point in placed for each in growth.grown(point, grow)]
     return placed, missing
@@ -150,7 +152,9 @@ def _measured(
     runs: dict[Point, list[Path]] = {point: [] for point in found}
     for number in range(options.rounds):
         for point, folders in runs.items():
-            print(f"round {number + 1}: {point.scheme}, {point.ranks} ranks", flush=True)
+            print(
+                f"round {number + 1}: {point.scheme}, {counted(point.ranks, 'rank')}", flush=True
+            )
             words = [path, *overrides, *point.options()]
             folders.append(harness.run(point.ranks, words, str(folder))["folder"])
     return [scaling_rows.measured(point, folders) for point, folders in runs.items()]

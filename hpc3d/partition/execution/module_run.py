@@ -326,7 +326,7 @@ def _wrong(plan: SavedPlan) -> Iterator[str]:
         )
     if len({*plan.replicas}) > 1 and plan.batch % plan.microbatches:
         yield (
-            f"a batch of {plan.batch} samples must be divisible by {plan.microbatches} "
+            f"a batch of {counted(plan.batch, 'sample')} must be divisible by {plan.microbatches} "
             "microbatches, because the stages have different numbers of replicas; make a plan "
             "with another --batch or --microbatches"
         )

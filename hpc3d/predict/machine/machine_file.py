@@ -15,7 +15,7 @@ from typing import Any
 from hpc3d.config import deprecated_keys
 from hpc3d.config.load import literal, read
 from hpc3d.config.package_data import MACHINE, find
-from hpc3d.console.sanitize import Problems, as_written
+from hpc3d.console.sanitize import Problems, as_written, counted
 from hpc3d.predict.machine.collective_costs import ALGORITHMS, Protocol
 from hpc3d.predict.machine.machine import (
     TYPES,
@@ -294,8 +294,8 @@ def _wrong_knots(key: str, least: int = 1, **columns: Sequence[float]) -> Iterat
     (first, x), (second, y) = columns.items()
     if len(x) != len(y) or len(x) < least:
         yield (
-            f"{key}: {first} has {len(x)} values and {second} has {len(y)}; both must have the "
-            f"same number of values, at least {least}"
+            f"{key}: {first} has {counted(len(x), 'value')} and {second} has {len(y)}; both must "
+            f"have the same number of values, at least {least}"
         )
     elif not all(map(_sound, (*x, *y))):
         yield f"{key}: {first} and {second} must be positive numbers"
