@@ -26,6 +26,7 @@ from hpc3d.config import deprecated_keys
 from hpc3d.config.backend_rules import untrainable
 from hpc3d.config.input_file import Config, ModelConfig
 from hpc3d.config.load import override, validate
+from hpc3d.config.package_data import input_of
 from hpc3d.config.resolve import refuse, resolve, with_family_defaults
 from hpc3d.console.sanitize import as_written
 from hpc3d.data.tokenizer_files import object_in, refuse_cache
@@ -39,6 +40,8 @@ _IGNORED = re.compile(
     r"|layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)"
     r"|embeddings\.position_ids|pooler\.dense\.\w+|cls\.seq_relationship\.\w+"
 )
+# Names of `transformers` classes with a head for a task other than language modeling.
+_TASK = re.compile(r"\w+For\w*(Classification|Answering|Choice|Prediction)")
 _FUSED = ".experts.gate_up_proj"
 _LEARNING_RATE = 2e-5  # default for pretrained models
 # TensorFlow names of LayerNorm parameters, as in the original BERT checkpoints.
@@ -61,6 +64,7 @@ class Pretrained:
         self.settings = settings = object_in(told)
         try:
             self.family = _family_of(settings, files)
+            _refuse_task(settings, self.family)
             self.locations = _locations(files, self.family.prefix)
             self.rows: dict[str, tuple[str, slice]] = {}  # array -> fused array, and its rows
             measured = _measured(self.entries, self.family)
@@ -201,6 +205,7 @@ def _weight_files(path: Path) -> list[Weights]:
         return [Weights(path / name) for name in names]
     file = path / WEIGHTS if path.is_dir() else path
     if file.suffix != ".safetensors" or not file.is_file():
+        _refuse_own(path)
         raise ValueError(
             f"{path} has no {WEIGHTS}. hpc3d does not read pickle files, such as "
             "pytorch_model.bin, because they can run code; convert them with "
@@ -208,6 +213,30 @@ def _weight_files(path: Path) -> list[Weights]:
             "convert ckpt.pt of nanoGPT"
         )
     return [Weights(file)]
+
+
+def _refuse_own(path: Path) -> None:
+    """Raise ValueError if `path` is a run or a checkpoint of hpc3d."""
+    is_checkpoint = (path / "manifest.json").is_file()
+    if is_checkpoint or input_of(path) != path:
+        what, run = ("checkpoint", path.absolute().parents[1]) if is_checkpoint else ("run", path)
+        raise ValueError(
+            f"{path}: a {what} of hpc3d, which needs no import; continue the run with "
+            f"python -m hpc3d.train --resume {run}"
+        )
+
+
+def _refuse_task(settings: Mapping[str, Any], family: PublishedFamily) -> None:
+    """Raise ValueError if config.json names a class with a head for another task."""
+    names = settings.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if _TASK.fullmatch(name):
+        raise ValueError(
+            f"{CONFIG}: {name} has a head for another task, but hpc3d supports only language "
+            f"models; save the language model with transformers: {family.architecture}"
+            '.from_pretrained("MODEL").save_pretrained("FOLDER"), and import FOLDER (weights '
+            "that MODEL lacks are random)"
+        )
 
 
 def _family_of(settings: Mapping[str, Any], files: Sequence[Weights]) -> PublishedFamily:

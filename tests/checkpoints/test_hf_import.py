@@ -217,6 +217,17 @@ def test_a_tied_table_that_is_not_finite_is_still_tied(files):
     assert Pretrained(source, allow_nonfinite=True).model["tied"]
 
 
+def test_run_of_hpc3d_needs_no_import(tmp_path):
+    exported(tmp_path, SERIAL)
+    (checkpoint,) = tmp_path.glob("**/step-????????")
+    run = checkpoint.parents[1]
+    (run / "config.toml").touch()
+    for path, what in ((run, "run"), (checkpoint, "checkpoint")):
+        line = f"{path}: a {what} of hpc3d, ... python -m hpc3d.train --resume {run}"
+        with pytest.raises(ValueError, match=elided(line)):
+            Pretrained(path)
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [
@@ -224,6 +235,10 @@ def test_a_tied_table_that_is_not_finite_is_still_tied(files):
         (
             {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
             r"'gemma3' is not supported; save its text model, gemma3_text, .*language_model\.save",
+        ),
+        (
+            {"architectures": ["GPT2ForSequenceClassification"]},
+            r"config.json: GPT2ForSequence.* another task.*: GPT2LMHeadModel\.from_pretrained\(",
         ),
         ({"model_type": "llama"}, "matrix embed_tokens.weight is missing, .* belong to a Llama"),
         ({"rope_alpha": 2.0}, "rope_alpha = 2.0 is unknown"),
