@@ -238,7 +238,7 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     text = f" --data.path {'tokens.h5' if known else 'TEXT'}"
     further = {"--checkpoint.every": " --checkpoint.every 100", "--data.path": text}
     how = "".join(words for key, words in further.items() if key not in given)
-    print(sanitized(f"mpirun -np N python -m hpc3d.train --resume {options.output}{how}"))
+    print(sanitized(f"python -m hpc3d.train --launch N --resume {options.output}{how}"))
     return {"run": str(options.output), "parameters": count, "tensors": tensors}
 
 

@@ -333,7 +333,7 @@ def test_import_creates_a_run_and_prints_how_to_resume_it(original, tmp_path, ca
     words = "import", *settings, tmp_path / "out", "-o", again, "--json"
     code, lines, errors = call(capsys, *words)
     assert (code, errors) == (0, [])
-    assert lines[-2].endswith(f"train --resume {again}")
+    assert lines[-2].endswith(f"train --launch N --resume {again}")
     assert json.loads(lines[-1]) == {"run": str(again), "parameters": 29712, "tensors": 52}
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".tmp"]
     text = (again / "config.toml").read_text()

@@ -27,6 +27,7 @@ CLASS = re.compile(r"`([A-Z][^\W_]*[a-z][^\W_]*)(?:`|\.[a-z]|\()")
 # Files, and names of Slurm and of transformers.
 FOREIGN = {"hpc3d.schema.json", "hpc3d.sif", "KillWait", "NodeName"}
 FOREIGN |= {"AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoTokenizer"}
+FOREIGN |= {"BertForMaskedLM", "BertForSequenceClassification"}
 EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -169,10 +169,9 @@ def test_commands_of_a_page_run(page, tmp_path, some_run):
 def test_first_tutorial_run_has_healthy_losses(tmp_path):
     """Tests losses and gradient norms of 16 steps on one rank, which equal those of four ranks."""
     (text,) = (each.text for each in commands("docs/tutorial.md") if "--name tour " in each.text)
+    words = text.partition("hpc3d.train --launch 4 ")[2]
     short = "--train.steps 16 --train.decay_steps 40 --checkpoint.every 0"
-    output_of(
-        f"python -m hpc3d.train {text.partition('hpc3d.train ')[2]} {short}", tmp_path, SECONDS
-    )
+    output_of(f"python -m hpc3d.train {words} {short}", tmp_path, SECONDS)
     (run,) = (tmp_path / "results").iterdir()
     steps = read(run)
     assert len(steps) == 16 and max(each["gradient_norm"] for each in steps) < 10

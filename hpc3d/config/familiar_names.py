@@ -137,7 +137,8 @@ _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> ad
     "fp8": 'use train.product_dtype = "float8"',
     "sequence_parallel": 'use parallel.scheme = "1d-sequence"',
     "ranks world_size nproc_per_node num_gpus": (
-        "use mpirun -np N, or --dry-run --ranks N; N is the product of the sizes mesh.p to mesh.z"
+        "use --launch N or mpirun -np N, or --dry-run --ranks N; N is the product of the sizes "
+        "mesh.p to mesh.z"
     ),
     "machine": (
         "only --dry-run, simulate and plan accept a machine; training uses the local machine, on "

@@ -66,7 +66,7 @@ REDUCED = {
     r"train moe-text": f"{SAVED} --data.validation 0.005",
     r"train gpt-text": SAVED,
     r"train gpt-local": f"{SHORT} --train.eval_every 1 --data.validation 0.005",
-    r"train --resume \S+( --train.steps 40|$)": "-np 6 --train.steps 4",
+    r"train --resume \S+( --launch 8$| --train.steps 40|$)": "-np 6 --train.steps 4",
     r"data\.md .*train --resume ": f"-np 2 --mesh.d 2 --train.batch 8 {SAVED}",
     r"--model.vocabulary 50304": "-np 2 --mesh.y 1 --mesh.z 1 --train.steps 1 --train.batch 2",
     r"--model.vocabulary 8192": f"{PLANE} {SHORT}",
@@ -83,7 +83,7 @@ REDUCED = {
     r"sweep\.md .*hpc3d\.sweep ": "--sweep.train.optimizer muon --sweep.seed 1 --train.steps 9",
     r"--name killed": "--checkpoint.every 2",
     r"--name tour": "--train.steps 10",
-    r"train --resume \$RUN --train.steps 60": "--train.steps 12",
+    r"--resume \$RUN --train.steps 60": "--train.steps 12",
     r"--name \$scheme": "--train.steps 3",
     r"--train.max_minutes": "--train.max_minutes 0.02",
 }
