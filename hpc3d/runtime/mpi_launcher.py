@@ -26,7 +26,9 @@ _NAMES = {
 SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
 _RULER = "-" * 74 + "\n"  # line above and below each message of Open MPI's mpirun
 # Messages of mpirun about an exit code, and the errors that it sometimes prints afterwards.
-_EXIT_REPORT = re.compile(r"exited with non-zero status|MPI_ABORT was invoked|\] PMIX ERROR: ")
+_EXIT_REPORT = re.compile(
+    r'exited with non-zero status|MPI_ABORT was invoked|calling\s+"abort"|\] PMIX ERROR: '
+)
 _STOP_REPORT = re.compile(rf"Exit code: +{STOPPED}\n")  # the log of the run states the reason
 _FIND = "from hpc3d.runtime import mpi_library; print(*mpi_library.found() or (), sep='\\n')"
 

@@ -15,6 +15,8 @@ OPEN_4, OPEN_5 = "mpirun (Open MPI) 4.1.6", "mpirun (Open MPI) 5.0.8"
 WRAPPER = "script of the site, version 2.1"
 RULER = 74 * "-" + "\n"
 EXIT = RULER + "one or more processes exited with non-zero status\n   Exit code:    {}\n" + RULER
+ABORT = RULER + "MPI_ABORT was invoked on rank 1\n" + RULER
+ABORTED = RULER + 'prterun has exited due to process rank 1 on node a calling\n"abort".\n' + RULER
 KILLED = RULER + "process rank 3 exited on signal 9 (Killed).\n" + RULER
 WARNING = RULER + "a component of Open MPI was not found\n" + RULER
 ERROR, PMIX = "hpc3d.train: mesh: wrong\n", "[vm:7] PMIX ERROR: PMIX_ERR_UNREACH in file a.c\n"
@@ -95,7 +97,7 @@ def test_rank_count_must_be_a_positive_integer(ranks):
     [
         ([ERROR, EXIT.format(2), PMIX], [ERROR]),
         ([EXIT.format(2), ERROR], [ERROR]),
-        ([STACK, EXIT.format(1), "last line"], [STACK, "last line"]),
+        ([STACK, ABORT, ABORTED, "last line"], [STACK, "last line"]),
         ([PMIX, EXIT.format(75)], []),
         (["hpc3d.train: 3 s: reading\n", EXIT.format(1)], None),
         ([ERROR, KILLED], None),
