@@ -116,7 +116,7 @@ def hpc3d(installed, surrounding, tmp_path):
         ("", "hpc3d COMMAND ...  =  python -m hpc3d COMMAND"),
         ("--version", "hpc3d "),
         ("plan gpt-3d-64 --ranks 8 --machine h100", "8 ranks of h100, 80.00 GB each"),
-        ("plan gpt-3d-64.toml --ranks 8", "8 ranks of h100, 80.00 GB each"),
+        ("plan gpt-3d-64.toml --ranks 8", "8 ranks of h100 (the default machine), 80.00 GB each"),
         ("simulate gpt-3d-64 --machine h100", "64 ranks of h100: x=4 y=4 z=4, scheme 3d"),
         ("simulate inputs/gpt2-124m-h200.toml --machine inputs/machines/h200.toml", "1 rank of"),
         ("simulate schedule --name 1f1b --stages 4 --microbatches 8", "makespan"),

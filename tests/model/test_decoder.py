@@ -32,7 +32,7 @@ KINDS = [
     "kind=gemma2 kv_heads=4 ffn=48 window=3 global_every=2 score_cap=0.7 logit_cap=1.5",
     "kind=gemma3_text head_dim=4 window=3 global_every=2 rope_window_theta=20 query_scalar=9",
     "kind=gpt_neox rope_fraction=0.5 hidden=48 tied=false",
-    "kind=llama kv_heads=6 head_dim=4 ffn=48 attention_bias=true mlp_bias=true",
+    "kind=llama kv_heads=4 head_dim=4 ffn=48 attention_bias=true mlp_bias=true",
     "window=3 global_every=2",
 ]
 MIXTURES = [
