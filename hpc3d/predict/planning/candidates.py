@@ -81,6 +81,7 @@ class Candidates:
         """Estimate layouts on the mesh of `config`, for a comparison with other meshes.
 
         Recomputation costs time, so layouts recompute only as much as the memory limit requires.
+        Without pipeline parallelism, fewer microbatches with more recomputation are also tried.
         ZeRO 2 and 3 are tried only if layouts would otherwise recompute products with weights.
         """
         mesh, found = config.mesh, []
@@ -90,7 +91,11 @@ class Candidates:
         for group in layouts.zeros(config, self.ranks):
             way = self._first_that_fits(config, counts[-1], group, ways, found)
             if way is not None:
-                found += self._tries(config, counts, group, way)
+                tries = [*self._tries(config, counts, group, way)]
+                found += tries
+                if mesh.p == 1:
+                    best = min(filter(self.fits, tries), key=seconds_of)
+                    found += [*self._with_fewer(best, counts, group, found)]
                 ways = ways[: ways.index(way)]
             if not ways or (way and not _repeats_products(way)):
                 break
@@ -175,6 +180,28 @@ class Candidates:
             if seconds > best or (seconds < inf and config.mesh.p == 1):
                 return
             best = seconds
+
+    def _with_fewer(
+        self, best: Estimate, counts: Sequence[int], group: Sequence[int], found: list[Estimate]
+    ) -> Iterator[Estimate]:
+        """Yield estimates with fewer microbatches and more recomputation than in `best`.
+
+        Weights are gathered once per microbatch, so fewer microbatches can save more time than
+        the recomputation takes. The generator stops when layouts that fit in memory become slower.
+        The estimates made to find the least recomputation are appended to `found`.
+        """
+        config, ways, seconds = best.config, self.ways(best.config), best.seconds
+        way = MemoryOption.of(config.parallel)
+        for micros in reversed(counts[: counts.index(config.parallel.microbatches)]):
+            ways = ways[ways.index(way) :]
+            way = self._first_that_fits(config, micros, group, ways, found)
+            if way is None:
+                return
+            options = [*self.options(config, micros, group, way)]
+            yield from options
+            last, seconds = seconds, min(map(seconds_of, filter(self.fits, options)))
+            if seconds > last:
+                return
 
     def split(self, best: Estimate) -> Iterator[Estimate]:
         """Yield estimates of the layout in `best` with schedules that split the backward pass."""

@@ -13,6 +13,7 @@ from hpc3d.predict.machine.machine import Link, Machine, Rates
 from hpc3d.predict.machine.machine_file import load as load_machine
 from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.bounds import kind, volumes
+from hpc3d.predict.planning.candidates import seconds_of
 from hpc3d.predict.planning.ranking import Ranking, shown_layout
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation import summary
@@ -260,6 +261,24 @@ def test_fewer_microbatches_with_recomputation_are_considered():
     seconds, peak = step(other, machine, VOCABULARY)
     assert peak < 10.5 * GB
     assert first < 1.02 * seconds
+
+
+def test_fewer_gathers_of_weights_outweigh_recomputation():
+    """Each microbatch gathers the weights, which takes longer than the recomputation."""
+    line = "model.layers=8 model.hidden=512 model.heads=8 model.sequence=256 train.batch=8"
+    slow = replace(CLUSTER, links=(Link(0, 1e-6, 2e9),))
+    candidates = Search(config_of(line), 2, 256, slow, 16 * GB).candidates
+    config = settled(f"{line} x=2 scheme=3d", ranks=2)
+    ways, counts = candidates.ways(config), layouts.microbatches(config, 2)
+    every = {
+        (count, way): next(candidates.options(config, count, (0,), way))
+        for count, way in product(counts, ways)
+    }
+    candidates.memory = every[1, ways[-1]].peak
+    fitting = {key: each.seconds for key, each in every.items() if candidates.fits(each)}
+    assert counts == (1, 2, 4) and (4, ways[3]) in fitting
+    best = min(filter(candidates.fits, candidates.promising(config)), key=seconds_of)
+    assert best.seconds == min(fitting.values()) == fitting[1, ways[-1]]
 
 
 # Mixtures of experts
