@@ -23,7 +23,7 @@ from hpc3d.console.sanitize import (
 )
 
 _EXITS = "exit codes: 0 success, 2 invalid input (explained on standard error)"
-_LAUNCH = "--launch is an option of train; start N ranks of generate or evaluate with mpirun -np N"
+_ON_RANKS = {"bench", "doctor", "evaluate", "generate", "partition"}  # under mpirun
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,8 +51,6 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("expected one argument"):
             option = re.split("[ /]", message.partition(":")[0])[-1]
             message += f"; write {option}=VALUE if the value begins with -"
-        if re.match("unrecognized arguments:.* --launch( |=|;|$)", message):
-            message = _LAUNCH
         self.refuse([f"{each}; see --help" for each in (*self._problems, message)])
 
     def refuse(self, problems: Sequence[str]) -> NoReturn:
@@ -70,9 +68,16 @@ class Parser(argparse.ArgumentParser):
                 parsed = super().parse_known_args(*words, **how)
             except OutputError as error:
                 self.refuse([file_and_reason(error)])
+            if any(word.partition("=")[0] == "--launch" for word in parsed[1]):
+                self.error(f"--launch is an option of train; {self._without_launch()}")
             if self._problems:
                 self.error(self._problems.pop())
             return parsed
+
+    def _without_launch(self) -> str:
+        if self.verb in _ON_RANKS:
+            return f"start N ranks of {self.verb} with mpirun -np N"
+        return f"{self.verb} runs as a single process, so leave out --launch"
 
     def print_help(self, file: Any = None) -> None:
         super().print_help(file)

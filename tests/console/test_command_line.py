@@ -47,18 +47,31 @@ def test_all_options_with_wrong_values_are_reported(ranks, capsys):
         assert any(re.match(f"hpc3d.test: .*{option}[:;]", line) for line in lines)
 
 
+LAUNCH = "--launch is an option of train; "
+
+
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("verb", "words", "said"),
     [
-        (["--launch", "4"], "--launch is an option of train; ... mpirun -np N; see --help"),
-        (["a", "--launch=4"], "--launch is an option of train; ... mpirun -np N; see --help"),
-        (["--launched", "4"], "unrecognized arguments: --launched 4; see --help"),
+        ("generate", ["--launch", "4"], f"{LAUNCH}start N ranks of generate with mpirun -np N"),
+        ("simulate", ["a", "--launch=4"], f"{LAUNCH}simulate runs as a single process, ..."),
+        ("layout", ["--x.y", "3", "--launch"], f"{LAUNCH}layout runs as a single process, ..."),
     ],
 )
-def test_launch_is_an_option_of_train(words, said, capsys):
+def test_launch_is_an_option_of_train(verb, words, said, capsys):
+    """Commands that accept keys as options receive the unknown options."""
+    for parse in (Parser(verb, "Test.").parse_args, Parser(verb, "Test.").parse_known_args):
+        with pytest.raises(SystemExit):
+            parse(words)
+        err = capsys.readouterr().err
+        assert re.fullmatch(elided(f"hpc3d.{verb}: {said}; see --help\n"), err)
+
+
+def test_option_that_begins_with_another_name_is_unknown(capsys):
     with pytest.raises(SystemExit):
-        Parser("test", "Test.").parse_args(words)
-    assert re.fullmatch(elided(f"hpc3d.test: {said}\n"), capsys.readouterr().err)
+        Parser("test", "Test.").parse_args(["--launched", "4"])
+    said = "hpc3d.test: unrecognized arguments: --launched 4; see --help\n"
+    assert capsys.readouterr().err == said
 
 
 def test_interrupt_is_reported_in_one_line(capsys):
