@@ -7,6 +7,7 @@ python -m hpc3d.simulate schedule --name 1f1b --stages 4 --microbatches 8
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -129,9 +130,12 @@ def _step(options, overrides):
             "with a trace"
         )
     elif folder and (overrides or options.ranks):
+        changes = [*overrides, *(["--ranks", str(options.ranks)] if options.ranks else [])]
+        source = [f"{folder}/config.toml", "--machine", options.machine or DEFAULT_MACHINE]
+        command = shlex.join(["python", "-m", "hpc3d.simulate", *source, *changes])
         problems.append(
-            f"{folder} is a run, whose settings are fixed; leave out "
-            f"{' '.join(overrides) or '--ranks'}, or simulate its config.toml"
+            f"{folder} is a run, whose settings are fixed; leave out {' '.join(changes)}, "
+            f"or predict other settings with {command}"
         )
     if options.out and options.out.exists():
         problems.append(f"--out {options.out} already exists; choose a new folder")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -112,7 +113,20 @@ def test_prediction_is_stored_next_to_its_measurement(capsys, tmp_path):
 def test_all_wrong_options_for_a_run_are_reported(capsys, tmp_path):
     (tmp_path / "config.toml").touch()
     code, _, err = simulate(capsys, tmp_path, *MACHINE, "--ranks", "2", "--out", tmp_path)
-    assert code == 2 and re.fullmatch(r".* leave out --ranks, .*\n.*--out .* exists; .*\n", err)
+    assert code == 2 and re.fullmatch(r".* leave out --ranks 2, .*\n.*--out .* exists; .*\n", err)
+
+
+def test_rejection_of_other_settings_for_a_run_names_a_command_that_accepts_them(capsys, tmp_path):
+    run = tmp_path / "my run"
+    run.mkdir()
+    (run / "config.toml").write_text(Path(INPUT).read_text(encoding="utf-8"), encoding="utf-8")
+    changes = ["--parallel.recompute", "full"]
+    code, _, err = simulate(capsys, run, *changes)
+    command = err.partition(" predict other settings with ")[2]
+    assert code == 2 and command.startswith("python -m hpc3d.simulate ")
+    words = shlex.split(command)[3:]
+    assert words == [f"{run}/config.toml", "--machine", "h100", *changes]
+    assert simulate(capsys, *words)[0] == 0
 
 
 def test_an_empty_configuration_of_a_run_is_refused(capsys, tmp_path):
