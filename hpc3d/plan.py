@@ -289,7 +289,7 @@ def _resort_lines(resorted: ResortedLayouts) -> Iterator[str]:
 
 def _told(
     best: Sequence[RankedLayout],
-    named: Mapping[str, Mapping[str, RankedLayout | None]],
+    named: Mapping[str, Mapping[str, RankedLayout | str]],
     losers: Sequence[tuple[str, int, RankedLayout]],
 ) -> dict[str, Any]:
     """Return a dict for `--json`: best layouts, best layout of each scheme, and slower layouts."""
@@ -298,7 +298,9 @@ def _told(
     return {
         "layouts": [as_plain(row) for row in best],
         "named": {
-            where: {name: row and as_plain(row) for name, row in rows.items()}
+            where: {
+                name: None if isinstance(row, str) else as_plain(row) for name, row in rows.items()
+            }
             for where, rows in named.items()
         },
         "losers": [
@@ -327,7 +329,7 @@ def _apply(path: Path | str, config: Config, planned: Config, ranks: int) -> Non
 
 def show(
     best: Sequence[RankedLayout],
-    named: Mapping[str, Mapping[str, RankedLayout | None]],
+    named: Mapping[str, Mapping[str, RankedLayout | str]],
     losers: Sequence[tuple[str, int, RankedLayout]],
     memory: float,
     mark: str = " ",
@@ -347,14 +349,16 @@ def show(
         workers = counted(first.workers, "worker")
         print(f"local updates: {workers} (mesh.d), as in the input; the step time is a mean")
     for where, rows in named.items():
-        if not any(rows.values()):
+        if all(isinstance(row, str) for row in rows.values()):
             schemes = ", ".join(rows)
             print(f"\nWith {where}, no layout of these schemes is valid: {schemes}")
             continue
         print(f"\nBest layout of each scheme, with {where}:")
         for name, row in rows.items():
-            print(f"{name}:")
-            print(f"   {mark}{line(row)}{_over(row, memory)}" if row else "    none")
+            if isinstance(row, str):
+                print(sanitized(f"{name}: none is valid; {row}"))
+            else:
+                print(f"{name}:\n   {mark}{line(row)}{_over(row, memory)}")
     print("\nWhy other layouts are slower (number of layouts, reason, best layout of the group):")
     print("(~: estimated from the simulation of one layer, the embedding and the head)")
     for reason, count, nearest in losers:

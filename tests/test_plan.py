@@ -173,6 +173,18 @@ def test_single_rank_has_one_layout_of_no_named_scheme(capsys, tmp_path):
         assert f"With {where}, no layout of these schemes is valid: 1-D, 2-D" in out
 
 
+def test_scheme_without_a_valid_layout_has_a_reason(capsys):
+    sizes = {"layers": 2, "hidden": 48, "heads": 3, "sequence": 16, "vocabulary": 256}
+    words = [f"--model.{key}={size}" for key, size in sizes.items()]
+    words += ["--train.batch", "2", "--mesh.p", "1", "--mesh.d", "1"]
+    code, out, _ = plan(capsys, SMALL[0], "--ranks", "2", *words, "--json")
+    named = json.loads(out.splitlines()[-1])["named"]
+    assert code == 0
+    assert all(rows["1-D"] is rows["cube"] is None for rows in named.values())
+    assert out.count("\n1-D: none is valid; for example, model.heads = 3 must be divisible") == 2
+    assert out.count("\ncube: none is valid; no searched mesh of 2 ranks has this shape\n") == 2
+
+
 @pytest.mark.slow
 def test_16384_ranks_can_be_planned(capsys, tmp_path):
     path = tmp_path / "gpt-175b.toml"

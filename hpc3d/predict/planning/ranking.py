@@ -316,13 +316,17 @@ class Ranking:
             if is_it(candidate.config) and (mesh is None or _alike(candidate.config.mesh, mesh)):
                 yield candidate
 
-    def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | None]:
+    def named(self, mesh: MeshConfig | None = None) -> dict[str, RankedLayout | str]:
         """Return the best RankedLayout of each class of layouts in `_NAMED`.
 
-        The result is a dict whose values are `None` for classes without a layout. If `mesh` is
-        given, only layouts with its values of p, d, c and e are considered.
+        The value of a class without a valid layout is the reason. If `mesh` is given, only layouts
+        with its values of p, d, c and e are considered.
         """
-        return {name: self._called(is_it, mesh) for name, is_it in self._named().items()}
+        refusal = self.search.refusal
+        return {
+            name: self._called(is_it, mesh) or refusal(is_it, mesh)
+            for name, is_it in self._named().items()
+        }
 
     def _named(self) -> dict[str, Callable[[Config], bool]]:
         """Return `_NAMED`, extended by one class for each scheme that is not published."""

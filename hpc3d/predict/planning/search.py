@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, zip_longest
 from math import inf
@@ -22,12 +23,13 @@ from hpc3d.predict.planning import layouts
 from hpc3d.predict.planning.adaptation import uneven
 from hpc3d.predict.planning.bounds import Bounds, Candidate, shortlists
 from hpc3d.predict.planning.candidates import NEAR, SURE, Candidates, TimedCandidate, seconds_of
+from hpc3d.predict.planning.contexts import with_context
 from hpc3d.predict.planning.estimate import Estimator
 from hpc3d.predict.planning.expected import ExpectedSteps
 from hpc3d.tensor.split import SCHEMES
 
 if TYPE_CHECKING:
-    from hpc3d.config.input_file import Config
+    from hpc3d.config.input_file import Config, MeshConfig
     from hpc3d.predict.machine.machine import Machine
     from hpc3d.predict.planning.adaptation import Offer
     from hpc3d.predict.planning.estimate import Estimate
@@ -201,6 +203,24 @@ class Search:
             return ""
         ranks = counted(self.ranks, "rank")
         return f"{self.way} was not searched: no mesh of {ranks} is valid for it"
+
+    def refusal(self, is_it: Callable[[Config], bool], mesh: MeshConfig | None = None) -> str:
+        """Return an error message for a layout for which the predicate `is_it(config)` is true.
+
+        It explains why none of these layouts is valid. If `mesh` is given, the layout has its
+        values of p, d, c and e.
+        """
+        c, e = (mesh.c, mesh.e) if mesh else (1, 1)
+        base = with_context(self.base, c, "ring", 1)
+        base = replace(base, mesh=replace(base.mesh, e=e))
+        sizes = base.model.layers, base.train.batch
+        for each in layouts.meshes(self.ranks // (c * e), *sizes, self.schemes):
+            if mesh and each[:2] != (mesh.p, mesh.d):
+                continue
+            config = layouts.with_mesh(base, each, self.schemes)
+            if is_it(config) and (problems := layouts.problems(config, self.ranks)):
+                return f"for example, {problems[0]}"
+        return f"no searched mesh of {counted(self.ranks, 'rank')} has this shape"
 
     def _refusal(self) -> str:
         model, train = self.base.model, self.base.train
