@@ -368,16 +368,14 @@ def show(
 def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
     """Print how many layouts the search excluded, considered, estimated and simulated."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
-    print(f"{len(found.cut):5d} mesh sizes were excluded by a lower bound on their step time")
-    if found.left:
-        print(
-            f"{len(found.left):5d} mesh sizes were skipped because the search budget was exhausted"
-        )
     print(
         f"\n{counted(found.considered, 'layout')} with {sizes:,} combinations of mesh sizes and "
         "scheme; "
         f"{ranking.search.candidates.count:,} estimated, {len(ranking.known)} simulated"
     )
+    print(f"{len(found.cut):5d} combinations were excluded by a lower bound on their step time")
+    if found.left:
+        print(f"{len(found.left):5d} less promising combinations were skipped to save time")
     if line := ranking.search.unsearched:
         print(line)
     if applied:

@@ -161,7 +161,7 @@ class Search:
             found.left.append(candidate)
         else:
             counts = len(found.timed), len(found.cut), self.allowed
-            log.info("estimated %d and excluded %d of %d mesh sizes", *counts)
+            log.info("estimated %d and excluded %d of %d combinations", *counts)
             found.timed.append(self.timed(candidate))
             return found.timed[-1].best.seconds if found.timed[-1].fits else inf
         return inf
