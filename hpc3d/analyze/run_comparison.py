@@ -468,14 +468,16 @@ def _clause(row: _Row, first: _Row) -> str:
     same = low is not None and low <= 1 <= high
     factor = f"{_ratio(speedup)} times"
     if row["scaling"] == "weak":
-        equal, values = f"the FLOP/s of {other}", _between(low, high)
-        noise = f"{one} reaches {equal} within the noise: {factor} the FLOP/s{values}"
-        return noise if same else f"{one} reaches {factor} {equal}{values}"
+        values = _between(low, high)
+        noise = f"the FLOP/s of {one} and {other} do not differ significantly: {factor}{values}"
+        return noise if same else f"{one} reaches {factor} the FLOP/s of {other}{values}"
     if row["ranks"] != first["ranks"] or max(speedup, 1 / speedup) >= _TWICE:
         ranks = f" on {row['ranks']} instead of {first['ranks']} ranks"
-        equal = f"as fast as {other}{ranks if row['ranks'] != first['ranks'] else ''}"
-        noise = f"{one} is {equal} within the noise: {factor} as fast{_between(low, high)}"
-        return noise if same else f"{one} is {factor} {equal}{_between(low, high)}"
+        equal = f"{other}{ranks if row['ranks'] != first['ranks'] else ''}"
+        times = f"{factor} as fast"
+        if same:
+            return f"{_insignificant(one, equal)}: {times}{_between(low, high)}"
+        return f"{one} is {times} as {equal}{_between(low, high)}"
     word = "faster" if speedup >= 1 else "slower"
     sign = 1 if speedup >= 1 else -1
     more = speedup**sign - 1
@@ -484,8 +486,12 @@ def _clause(row: _Row, first: _Row) -> str:
     least, most = sorted(limit**sign - 1 for limit in (low, high))
     within = f"(95 % interval {least:.1%} to {most:.1%})"
     if least <= 0:
-        return f"{one} is as fast as {other} within the noise: {more:.1%} {word} {within}"
+        return f"{_insignificant(one, other)}: {more:.1%} {word} {within}"
     return f"{one} is {more:.1%} {word} than {other} {within}"
+
+
+def _insignificant(one: str, other: str) -> str:
+    return f"{one} is not significantly faster or slower than {other}"
 
 
 def _noise(row: _Row) -> Iterator[str]:

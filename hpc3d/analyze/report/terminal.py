@@ -42,7 +42,7 @@ def _one(run: RunAnalysis) -> Iterator[str]:
 
 def _several(report: Report) -> Iterator[str]:
     yield from report.verdict[:4]
-    for line in report.notes[:3]:
+    for line in report.notes[:5]:
         yield f"compare with care: {line}"
     for group, keys in report.differing.items():
         if keys:

@@ -38,7 +38,7 @@ def test_kind_of_rows_is_required(capsys):
 @pytest.mark.parametrize("kind", ["weak", "strong"])
 def test_times_on_the_page(kind, capsys, tmp_path):
     text = (Path(__file__).parents[3] / "docs" / "scaling-study.md").read_text()
-    command, _ = re.findall(r"    python -m hpc3d.bench scaling (.*)", text)
+    command, *_ = re.findall(r"    python -m hpc3d.bench scaling (.*)", text)
     _, rows = scaled(capsys, *command.split(), f"--{kind}", "--out", str(tmp_path))
     head, _, *lines = text.partition(f"| scheme, {kind}")[2].split("\n\n")[0].splitlines()
     ranks = [int(cell) for cell in re.findall(r" (\d+) ", head)]
