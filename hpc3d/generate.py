@@ -196,7 +196,8 @@ def parser() -> Parser:
     add = command.add_argument
     text = "run folder, checkpoint, or folder of a Hugging Face Transformers model"
     add("model", type=Path, metavar="RUN_DIR|FOLDER", help=text)
-    add("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
+    text = "text to continue, which may contain special tokens; - reads standard input"
+    add("--prompt", required=True, metavar="TEXT", help=text)
     add("--tokens", type=positive, default=200, help="maximum number of new tokens (default: 200)")
     text = "sampling temperature; 0 selects the most likely token (default: 1)"
     temperature = real(lambda t: 0 <= t <= 1e6, "must be from 0 to 1e+06")

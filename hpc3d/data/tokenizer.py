@@ -97,7 +97,7 @@ class ByteTokenizer:
     end, end_name = END, END_NAME
     fallback: frozenset[int] = frozenset()
 
-    def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
+    def encode(self, text: bytes, special: bool = False) -> np.ndarray:
         """Return the token ids of `text` as uint8[len(text)]."""
         return np.frombuffer(text, np.uint8)
 
@@ -127,8 +127,6 @@ class BpeTokenizer:
         Raises ValueError if the text is invalid, or the tokenizer has no token `end_name`.
         """
         self._tokenizer = _loaded(text)
-        # encode "<|end|>" inside a text as ordinary text
-        self._tokenizer.encode_special_tokens = True
         self.json = text
         known = self._tokenizer.get_vocab()
         self.vocabulary = max(known.values(), default=-1) + 1
@@ -146,14 +144,15 @@ class BpeTokenizer:
         text = self._tokenizer.decode([known.get("<0x41>", 0)], skip_special_tokens=False)
         return frozenset(ids if text == "A" else ())
 
-    def encode(self, text: bytes, whole: bool = False) -> np.ndarray:
+    def encode(self, text: bytes, special: bool = False) -> np.ndarray:
         """Return the token ids of `text` as uint32.
 
-        If `whole` is true, `text` is a complete text, and the special tokens that the tokenizer
-        puts around a text, such as [CLS] and [SEP], are added.
+        If `special` is true, special tokens in the text, such as <|im_start|>, are recognized, and
+        the special tokens that the tokenizer puts around a text, such as [CLS] and [SEP], are
+        added. Otherwise, special tokens in the text are encoded as ordinary text.
         """
-        with self._encoding([text]):
-            ids = self._tokenizer.encode(text.decode(), add_special_tokens=whole).ids
+        with self._encoding([text], special):
+            ids = self._tokenizer.encode(text.decode(), add_special_tokens=special).ids
         return np.array(ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
@@ -164,11 +163,13 @@ class BpeTokenizer:
         return [np.array(each.ids, np.uint32) for each in found]
 
     @contextlib.contextmanager
-    def _encoding(self, texts: Sequence[bytes]) -> Iterator[None]:
+    def _encoding(self, texts: Sequence[bytes], special: bool = False) -> Iterator[None]:
         """Convert library errors raised while encoding a text to ValueError.
 
-        The message names the unknown character, if there is one.
+        The message names the unknown character, if there is one. `special` selects whether special
+        tokens in the texts are recognized.
         """
+        self._tokenizer.encode_special_tokens = not special
         try:
             yield
         except UnicodeDecodeError:

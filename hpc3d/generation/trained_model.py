@@ -88,10 +88,11 @@ class TrainedModel(NamedTuple):
     def prompt(self, text: bytes) -> np.ndarray:
         """Return the token ids of the last document of a prompt as an int64 array.
 
+        Special tokens of the tokenizer are recognized in the text, as in `transformers`.
         Raises ValueError if the prompt cannot be encoded.
         """
         try:
-            ids = self.tokenizer.encode(text, whole=True).astype(np.int64)
+            ids = self.tokenizer.encode(text, special=True).astype(np.int64)
         except UnicodeDecodeError:
             raise ValueError(
                 "--prompt: the text is not valid UTF-8; convert it to UTF-8 with iconv"

@@ -73,6 +73,21 @@ def test_truncation_padding_and_bpe_dropout_are_disabled(bpe):
     assert found.tolist() == bpe.encode(text).tolist()
 
 
+def test_special_tokens_are_recognized_only_on_request(bpe):
+    """Documents are encoded as ordinary text, also after a prompt with special tokens."""
+    loaded = library().Tokenizer.from_str(bpe.json)
+    loaded.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = BpeTokenizer(loaded.to_str())
+    special = [0, *(tokenizer.id_of(name) for name in ("<|im_start|>", "<|im_end|>"))]
+    text = b"<|im_start|>user\nthe rain<|im_end|>\n<|end|>"
+    ids = tokenizer.encode(text, special=True).tolist()
+    assert ids == loaded.encode(text.decode()).ids
+    assert {*special} < {*ids}
+    (batch,) = tokenizer.encode_batch([text])
+    for plain in (batch, tokenizer.encode(text)):
+        assert not {*special} & {*plain.tolist()} and tokenizer.decode(plain) == text
+
+
 def test_invalid_tokenizer_json_is_rejected(bpe):
     for damaged in ("", "{}", bpe.json[:500]):
         with pytest.raises(ValueError, match="BPE tokenizer"):

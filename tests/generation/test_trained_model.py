@@ -117,6 +117,7 @@ def test_tokenizer_json_in_the_model_folder_is_used(tmp_path):
     assert isinstance(found.tokenizer, BpeTokenizer)
     assert found.choices == tokenizer.vocabulary < 280
     assert [*found.prompt(b"the theme")] == [*tokenizer.encode(b"the theme")]
+    assert [*found.prompt(b"<|end|>the theme")] == [0, *tokenizer.encode(b"the theme")]
     with pytest.raises(ValueError, match="--prompt"):
         found.prompt(b"\xff")
     (theirs / "tokenizer.json").write_text("{}")

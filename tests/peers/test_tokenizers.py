@@ -67,13 +67,16 @@ def test_imported_model_trains_and_exports_with_its_tokenizer(tmp_path, fast):
         ids = made.read(0, len(made)).tolist()
     expected = [tokenizer.encode(text) for text in (TEXT, "the dog")]
     assert ids == [*expected[0], 0, *expected[1], 0]
+    text = "the<|begin|> d<|over|>"  # with special tokens
     printed = checked(
-        1, "-m", "hpc3d.generate", run, "--prompt", "the d", "--tokens", 5, "--temperature", 0,
+        1, "-m", "hpc3d.generate", run, "--prompt", text, "--tokens", 5, "--temperature", 0,
         "--json",
     )  # fmt: skip
     (sample,) = json.loads(printed.splitlines()[-1])["samples"]
-    prompt = torch.tensor([tokenizer.encode("the d")])
-    given = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    prompt = torch.tensor([tokenizer.encode(text)])
+    assert {tokenizer.bos_token_id, tokenizer.eos_token_id} < {*prompt[0].tolist()}
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    given = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
     assert sample["tokens"] == given[0, prompt.shape[1] :].tolist()[: len(sample["tokens"])]
 
 
