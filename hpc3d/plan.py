@@ -31,6 +31,7 @@ relative distance of the schedule's makespan from the optimum.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -250,7 +251,10 @@ def _report(
     around = interval(best[0].config, ranking.machine, best[0].seconds)
     if around:
         print(f"\ninterval of the best layout: {described(around)}")
-    _show_search(found, ranking, options.apply)
+    _show_search(found, ranking)
+    if options.apply:
+        print(sanitized(f"the best layout was written to {options.apply}; train with it:"))
+        print(sanitized(_train_command(options)))
     about = {"machine": machine, "ranks": options.ranks, "memory_bytes": memory}
     if mixture := of_mixture(settled):
         about["mixture"] = mixture
@@ -365,7 +369,7 @@ def show(
         print(f"{count:5d} {_because(reason, nearest)}")
 
 
-def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
+def _show_search(found: Found, ranking: Ranking) -> None:
     """Print how many layouts the search excluded, considered, estimated and simulated."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
     print(
@@ -378,8 +382,20 @@ def _show_search(found: Found, ranking: Ranking, applied: str | None) -> None:
         print(f"{len(found.left):5d} less promising combinations were skipped to save time")
     if line := ranking.search.unsearched:
         print(line)
-    if applied:
-        print(sanitized(f"the best layout was written to {applied}"))
+
+
+def _train_command(options: Namespace) -> str:
+    """Return the command that trains with the file of --apply.
+
+    If the input is a run with checkpoints, the command resumes this run.
+    """
+    from hpc3d.checkpoints.sharded import steps_of
+
+    command = ["mpirun", "-np", str(options.ranks), "python", "-m", "hpc3d.train", options.apply]
+    config = Path(options.input)
+    if config.name == "config.toml" and steps_of(config.parent / "checkpoints"):
+        command += ["--resume", str(config.parent)]
+    return shlex.join(command)
 
 
 def _over(row: RankedLayout, memory: float) -> str:

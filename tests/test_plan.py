@@ -185,6 +185,19 @@ def test_scheme_without_a_valid_layout_has_a_reason(capsys):
     assert out.count("\ncube: none is valid; no searched mesh of 2 ranks has this shape\n") == 2
 
 
+def test_written_layout_of_a_run_resumes_the_run(capsys, tmp_path):
+    """A run without checkpoints cannot be resumed."""
+    run = tmp_path / "a run"
+    run.mkdir()
+    (run / "config.toml").write_bytes(Path(SMALL[0]).read_bytes())
+    for number, resume in enumerate(["", f" --resume '{run}'"]):
+        path = tmp_path / f"{number}.toml"
+        code, out, _ = plan(capsys, str(run), "--ranks", "1", "--apply", str(path))
+        assert code == 0 and load(path, [])
+        assert out.endswith(f"\nmpirun -np 1 python -m hpc3d.train {path}{resume}\n")
+        (run / "checkpoints" / "step-00000001").mkdir(parents=True, exist_ok=True)
+
+
 @pytest.mark.slow
 def test_16384_ranks_can_be_planned(capsys, tmp_path):
     path = tmp_path / "gpt-175b.toml"
