@@ -15,14 +15,18 @@ import json
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc3d.console.command_line import Parser, complain, run, split_options
 from hpc3d.console.exit_codes import CHECK_FAILED
 from hpc3d.console.sanitize import counted, sanitized
+
+if TYPE_CHECKING:
+    from hpc3d.checkpoints.hf_import import Pretrained
+    from hpc3d.config.input_file import Config
 
 _DTYPES = "float32", "bfloat16", "float16"
 _EXITS = (
@@ -228,18 +232,46 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
             keep(options.output, tokens)
     count, tensors = sum(map(prod, shapes.values())), len(pretrained.locations)
     print(sanitized(f"{options.source}: {count:,} parameters in {tensors} tensors"))
+    for line in _notes(pretrained, config, given):
+        print(sanitized(line))
+    for line in _next_commands(options.output, config, given, known):
+        print(sanitized(line))
+    return {"run": str(options.output), "parameters": count, "tensors": tensors}
+
+
+def _notes(pretrained: Pretrained, config: Config, given: Container[str]) -> Iterator[str]:
+    """Yield a line for a shortened context, and one for the dropout of an imported model."""
     if config.model.sequence < pretrained.model["sequence"]:
         positions = f"model.sequence = {config.model.sequence}"
-        print(f"{positions}, of the {pretrained.model['sequence']} positions of this model")
+        yield f"{positions}, of the {pretrained.model['sequence']} positions of this model"
+    if config.model.dropout and "--model.dropout" not in given:
+        dropouts = pretrained.family.settings.dropouts
+        keys = ", ".join(key for key in dropouts if key in pretrained.settings)
+        yield (
+            f"model.dropout = {config.model.dropout}, from {keys}: training applies it to the "
+            "embeddings, the attention probabilities, and the outputs of attention and MLP"
+        )
+
+
+def _next_commands(run: Path, config: Config, given: Container[str], known: bool) -> Iterator[str]:
+    """Yield the commands that train an imported model; `known` is true if it has a tokenizer."""
+    from hpc3d.data.tokenizer import ByteTokenizer
+
+    of_bytes = not known and config.model.vocabulary == ByteTokenizer.vocabulary
+    prepare = "python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer"
     if known and "--data.path" not in given:
-        how = f"python -m hpc3d.prepare TEXT -o tokens.h5 --tokenizer {options.output}"
-        print(sanitized(f"tokenize texts with its tokenizer: {how}"))
-    print(sanitized(f"written to {options.output}; continue with"))
-    text = f" --data.path {'tokens.h5' if known else 'TEXT'}"
+        yield f"tokenize texts with its tokenizer: {prepare} {run}"
+    elif not of_bytes and "--data.path" not in given:
+        yield (
+            "the model has no tokenizer; tokenize texts with the one it was trained with: "
+            f"{prepare} FILE, or use the tokens of nanoGPT: python -m hpc3d.prepare train.bin "
+            "-o tokens.h5"
+        )
+    yield f"written to {run}; continue with"
+    text = f" --data.path {'TEXT' if of_bytes else 'tokens.h5'}"
     further = {"--checkpoint.every": " --checkpoint.every 100", "--data.path": text}
     how = "".join(words for key, words in further.items() if key not in given)
-    print(sanitized(f"python -m hpc3d.train --launch N --resume {options.output}{how}"))
-    return {"run": str(options.output), "parameters": count, "tensors": tensors}
+    yield f"python -m hpc3d.train --launch N --resume {run}{how}"
 
 
 if __name__ == "__main__":

@@ -211,7 +211,8 @@ def _of_numbers(path: Path) -> BpeTokenizer:
         return tokenizer
     raise ValueError(
         f"{path}: the tokenizer of its token ids is unknown; use --tokenizer gpt2, or "
-        "--tokenizer tokenizer.json (hf download gpt2 tokenizer.json)"
+        "--tokenizer tokenizer.json (hf download gpt2 tokenizer.json), or put meta.pkl of nanoGPT "
+        "into the same folder"
     )
 
 

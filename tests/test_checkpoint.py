@@ -12,6 +12,7 @@ import pytest
 
 from hpc3d import prepare
 from hpc3d.checkpoint import main
+from hpc3d.checkpoints.hf_export import export
 from hpc3d.checkpoints.run_tokenizer import kept_tokenizer
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.data.token_file import write_tokens
@@ -394,6 +395,35 @@ def test_import_stores_the_tokenizer_of_the_text_if_the_model_has_none(
     assert prepare.main([*words]) == 0
     assert call(capsys, "export", "run", "-o", "exported")[0] == 0
     assert kept_tokenizer(Path("exported")).json == made.json
+
+
+@pytest.mark.parametrize("vocabulary", [300, 256])
+def test_import_without_a_tokenizer_suggests_a_token_file(vocabulary, tmp_path, capsys):
+    """A model of bytes reads texts."""
+    export(
+        Checkpoint(drawn_models.saved(tmp_path / "first", f"vocabulary={vocabulary}")),
+        tmp_path / "out",
+    )
+    code, lines, _ = call(capsys, "import", tmp_path / "out", "-o", tmp_path / "run")
+    text = "TEXT" if vocabulary == 256 else "tokens.h5"
+    assert code == 0 and lines[-1].endswith(f"--checkpoint.every 100 --data.path {text}")
+    hints = [line for line in lines if line.startswith("the model has no tokenizer; ")]
+    assert len(hints) == (vocabulary == 300)
+    assert all("hpc3d.prepare train.bin -o tokens.h5" in line for line in hints)
+
+
+def test_import_prints_the_dropout_of_the_model(tmp_path, capsys):
+    export(
+        Checkpoint(drawn_models.saved(tmp_path / "first", "kind=llama ffn=48 tied=false")),
+        tmp_path / "out",
+    )
+    path = tmp_path / "out" / "config.json"
+    for rate, words, count in ((0.1, [], 1), (0.0, [], 0), (0.1, ["--model.dropout", "0"], 0)):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_dropout": rate}))
+        run = tmp_path / f"run-{rate}{len(words)}"
+        code, lines, _ = call(capsys, "import", tmp_path / "out", "-o", run, *words)
+        said = "model.dropout = 0.1, from attention_dropout: training applies it to the embeddings"
+        assert code == 0 and sum(line.startswith(said) for line in lines) == count
 
 
 @pytest.fixture

@@ -36,10 +36,10 @@ def _paths(config: Config) -> dict[str, str]:
 
 
 def named_text(config: Config) -> str:
-    """Return "data.path = VALUE" for messages, with a note if it is the default text."""
+    """Return "data.path = VALUE" for messages, with a note if this is the default text."""
     paths, default = config.data.paths(), text_path(Config().data.path)
     same = [os.path.realpath(text_path(path)) for path in paths] == [os.path.realpath(default)]
-    return f"{PATH} = {', '.join(paths)}" + " (the default, a text shipped with hpc3d)" * same
+    return f"{PATH} = {', '.join(paths)}" + " (the default text, shipped with hpc3d)" * same
 
 
 def described(tokens: Tokens, separate: Sequence[Tokens] = ()) -> dict[str, dict[str, Any]]:

@@ -203,10 +203,15 @@ def refuse_another(
         )
     least = least_vocabulary(model, tokens.vocabulary, tokens.mask())
     if model.vocabulary and model.vocabulary < least:
+        fix = f"use data that were tokenized with the tokenizer of {path}"
+        if where is None:
+            fix = (
+                f"{path} has no tokenizer: use a token file that hpc3d.prepare writes with the "
+                "tokenizer of the model, or from train.bin of nanoGPT"
+            )
         raise ValueError(
             f"data.path: the tokenizer of this text needs a vocabulary of {least} tokens, but "
-            f"model.vocabulary = {model.vocabulary}; use data that were tokenized with the "
-            f"tokenizer of {path}"
+            f"model.vocabulary = {model.vocabulary}; {fix}"
         )
 
 

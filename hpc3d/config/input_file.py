@@ -341,7 +341,9 @@ class ModelConfig:
     group of global_every blocks, the last block attends to all earlier tokens. 0 gives every block
     the window, as in Mistral."""
     dropout: Annotated[float, AtLeast(0), LessThan(1)] = 0.0
-    """Dropout probability."""
+    """Dropout probability in training. Dropout is applied to the embeddings, the attention
+    probabilities, and the outputs of attention and MLP before the residual addition. Evaluations
+    and generated texts use no dropout."""
     experts: Annotated[int, AtLeast(0), AtMost(2**20), _of_kinds("experts")] = 0
     """Number of experts in each mixture-of-experts layer, which replaces the MLP. 0 disables
     mixture of experts."""

@@ -85,11 +85,13 @@ def test_text_of_a_larger_vocabulary_is_rejected(tmp_path, bpe):
     run, tokens = run_of(tmp_path / "run", None), tokens_of(bpe)
     for kind, least in (("gpt2", bpe.vocabulary), ("bert", bpe.vocabulary + 1)):
         refuse_another(run, tokens, ModelConfig(kind=kind, vocabulary=least))
-        said = (
-            f"needs a vocabulary of {least} tokens, but model.vocabulary = {least - 1}; use data"
-        )
-        with pytest.raises(ValueError, match=f"^data.path: the tokenizer of this text {said}"):
-            refuse_another(run, tokens, ModelConfig(kind=kind, vocabulary=least - 1))
+        small = ModelConfig(kind=kind, vocabulary=least - 1)
+        said = f"needs a vocabulary of {least} tokens, but model.vocabulary = {least - 1}; "
+        said = f"^data.path: the tokenizer of this text {said}"
+        with pytest.raises(ValueError, match=f"{said}{run} has no tokenizer: use a token file"):
+            refuse_another(run, tokens, small)
+        with pytest.raises(ValueError, match=f"{said}use data that were tokenized with"):
+            refuse_another(run, tokens, small, tokens.tokenizer)
 
 
 def test_text_of_another_tokenizer_than_vocab_json_is_rejected(tmp_path, bpe):
@@ -230,7 +232,7 @@ def test_run_stores_its_tokenizer_and_export_includes_it(tmp_path, monkeypatch, 
         assert error.count("\n") == 1
         assert f"data.path = {tmp_path / 'a.txt'}: the tokenizer of this text (" in error
     assert ended(train.main, *go_on[:4]) == 2
-    default = "(the default, a text shipped with hpc3d): the tokenizer of this text ("
+    default = "(the default text, shipped with hpc3d): the tokenizer of this text ("
     assert default in capsys.readouterr().err
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "out" / name).unlink()

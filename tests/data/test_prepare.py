@@ -55,6 +55,13 @@ def test_sizes_that_token_ids_do_not_determine_are_unknown(capsys, tmp_path, tex
     assert lines[0] == f"{output}: the SHA-256 of the tokens matches"
 
 
+def test_missing_meta_pkl_is_named(capsys, tmp_path, output):
+    nano(tmp_path, TEXT)
+    (tmp_path / "meta.pkl").unlink()
+    code, _, error = call(capsys, tmp_path / "train.bin", "-o", output)
+    assert code == 2 and "or put meta.pkl of nanoGPT into the same folder" in error
+
+
 def test_output_contains_no_json_without_the_option(capsys, text, output):
     code, lines, error = call(capsys, text, "-o", output)
     assert code == 0 and error == "" and not any("{" in line for line in lines)
