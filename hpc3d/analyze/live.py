@@ -12,6 +12,7 @@ import os
 import platform
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,24 +21,25 @@ import numpy as np
 
 from hpc3d.analyze.newest_segments import AxisShares, NewestSegments
 from hpc3d.console.sanitize import counted
+from hpc3d.console.small_files import read
 from hpc3d.runtime.metrics_file import NAME, VALIDATION_LOSS_OF, MetricsReader
-from hpc3d.training.log import KEPT, duration
+from hpc3d.trace.trace_config import configured
+from hpc3d.training.log import KEPT, STOPPED_AFTER, duration
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*%#"
-_QUIET = 60  # a run is reported as silent if this many seconds pass without a new step
+_QUIET = 60  # seconds without a new step after which the state contains the time
 _TAIL = 2000  # number of bytes read from the end of the log to find the final state
 _RECENT = 20  # number of recent steps used to compute the speed
 # A rank is reported as a straggler if it is the last to arrive at a call at least _LATE times as
 # often as the average rank. At most _NAMED stragglers are listed.
 _LATE, _NAMED = 2, 3
 _SHOWN = "seconds", "tokens_per_s", "communication", "peak_bytes", "time"  # step-record keys
-_FINAL_STATES = (  # pairs (text in train.log, run state indicated by this text)
-    ("stopped after step", "stopped"),
-    (KEPT, "ended"),
-    ("from the last checkpoint with --resume", "failed"),
-    ("nothing was saved (checkpoint.every)", "failed"),
+_FAILED = (  # texts in the last line of train.log after a failure; the last one is in older logs
+    "from the last checkpoint with --resume",
+    "no checkpoint was saved; set checkpoint.every",
+    "nothing was saved (checkpoint.every)",
 )
-OVER = {final for _, final in _FINAL_STATES}
+OVER = {"ended", "stopped", "failed"}
 
 
 class LiveRun:
@@ -63,7 +65,7 @@ class LiveRun:
         restarted, records = self.reader.more()
         if restarted:
             self._reset()
-        began = _modified(self.folder / "config.toml") / 1e9  # start of the latest attempt
+        began = _began(self.folder)
         for record in records:
             if "loss" in record and not _is_complete(record):
                 self.incomplete += 1
@@ -84,9 +86,9 @@ class LiveRun:
         """Return the status of the run as a single line."""
         items = [f"{self.folder.name}   {self.state}"]
         if self.recent:
-            step, _, *left = self._progress()
+            done, _, *left = self._progress()
             rate = f"{self.recent[-1]['tokens_per_s']:,.0f} tokens/s"
-            items = [f"{items[0]}: {step}", f"loss {self.losses[-1]:.4f}", rate, *left[:1]]
+            items = [f"{items[0]}: {done}", f"loss {self.losses[-1]:.4f}", rate, *left[:1]]
         return ", ".join(items)
 
     def screen(self, width: int) -> list[str]:
@@ -106,11 +108,13 @@ class LiveRun:
         return [line[:width] for line in lines]
 
     def _progress(self) -> list[str]:
-        last = self.recent[-1]
+        last, starting = self.recent[-1], self.state.startswith("starting")
         done, steps = last["step"] + 1, last["steps"]
-        items = [f"step {done} of {steps}", f"{done / steps:.0%}"]
+        if starting:  # the records are those of the previous attempt
+            steps = _configured_steps(self.folder) or steps
+        items = [f"{done:,} of {counted(steps, 'step')}", f"{done / steps:.0%}"]
         seconds = median(record["seconds"] for record in [*self.recent][1:] or self.recent)
-        if self.state not in OVER and done < steps:
+        if not starting and self.state not in OVER and done < steps:
             items.append(f"{duration(seconds * (steps - done))} left")
             items.append(f"last step {duration(max(0.0, self.now - last['time']))} ago")
         return items
@@ -166,21 +170,46 @@ def _is_complete(record: dict[str, Any]) -> bool:
 
 def state(run: Path, steps: Sequence[dict[str, Any]], now: float) -> str:
     """Return the state of a run, such as "running". `steps` contains its newest step records."""
-    log, lock = run / "train.log", run / "lock"
-    alive = _is_alive(lock)
-    starting = alive and _modified(lock) > _modified(log)
-    tail = "" if starting else _tail(log)
-    attempt = tail.rfind("\nstep     loss")  # start of the latest attempt in the log
-    for text, final in _FINAL_STATES:
-        if tail.find(text, max(attempt, 0)) >= 0:
-            return final
+    log, alive, began = run / "train.log", _is_alive(run / "lock"), _began(run)
+    starting = alive and began > _modified(log)
+    if final := not starting and _final_state(_tail(log)):
+        return final
     if alive is False:
         return "failed"
-    if starting or not steps:
-        return "starting"
+    steps = [each for each in steps if each["time"] >= began]  # of the latest attempt
+    if not steps:
+        waited = now - began if began else 0.0
+        return "starting" + f" for {duration(waited)}" * (waited >= _QUIET)
     silent = now - steps[-1]["time"]
     usual = median(record["seconds"] for record in steps)
     return "running" if silent < max(_QUIET, 5 * usual) else f"silent for {duration(silent)}"
+
+
+def _final_state(log: str) -> str | None:
+    """Return the final state of a run from the end of its log, or None if the run continues.
+
+    The log of a resumed run contains the lines of all attempts.
+    """
+    last = log.rstrip("\n").rpartition("\n")[2]
+    if any(text in last for text in _FAILED):
+        return "failed"
+    if not last.startswith(KEPT):
+        return None
+    begin = max(0, log.rfind("\nstep     loss"))  # of the latest attempt
+    return "ended" if log.find(STOPPED_AFTER, begin) < 0 else "stopped"
+
+
+def _began(run: Path) -> float:
+    """Return the Unix time in seconds at which the latest attempt locked the folder, or 0."""
+    return _modified(run / "lock")
+
+
+def _configured_steps(run: Path) -> int | None:
+    """Return train.steps of the configuration, or None if it is unknown."""
+    with suppress(ValueError):
+        steps = configured(read(run / "config.toml").decode(), "train", "steps")
+        return steps if isinstance(steps, int) else None
+    return None
 
 
 def _is_alive(lock: Path) -> bool | None:
@@ -197,11 +226,11 @@ def _is_alive(lock: Path) -> bool | None:
     return None
 
 
-def _modified(path: Path) -> int:
+def _modified(path: Path) -> float:
     try:
-        return path.stat().st_mtime_ns
+        return path.stat().st_mtime
     except OSError:
-        return 0
+        return 0.0
 
 
 def _tail(path: Path) -> str:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hpc3d.training.trainer import Step
 
 KEPT = "run kept in "  # prefix of a run's last log line, which ends with the run folder
+STOPPED_AFTER = "stopped after "  # prefix of the log line of a run that stops early
 _LISTED = 8  # maximum number of hosts listed by name
 _RECENT = 20  # number of recent steps whose median duration is used to estimate the time left
 

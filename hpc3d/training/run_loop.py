@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from hpc3d.arrays.host_store import store_of
 from hpc3d.console.exit_codes import FAILED, STOPPED, JobExit
+from hpc3d.console.sanitize import counted
 from hpc3d.model.families import family_of
 from hpc3d.runtime import launch
 from hpc3d.runtime.other_processes import OtherProcesses
 from hpc3d.runtime.stop_request import Stop, reason
 from hpc3d.training.guard import GuardError, LossSpikes, ReplicaCheck, guarded, lines
-from hpc3d.training.log import KEPT, Log
+from hpc3d.training.log import KEPT, STOPPED_AFTER, Log
 from hpc3d.training.run_folder import FOLDER_FILE, note_environment, write_text
 
 if TYPE_CHECKING:
@@ -196,7 +197,8 @@ def _evaluate(run: RunningJob, number: int) -> bool:
 
 def _stop_early(plan: RunPlan, run: RunningJob, step: Step) -> None:
     """Save a checkpoint if possible, and log why the run stops."""
-    run.log.say(f"stopped after step {step.number}: {reason(step.stop_request)}", "yellow")
+    done = f"{step.number + 1:,} of {counted(plan.config.train.steps, 'step')}"
+    run.log.say(f"{STOPPED_AFTER}{done}: {reason(step.stop_request)}", "yellow")
     saved = run.saver.stop(step.number)
     run.saver.wait()
     run.log.say(

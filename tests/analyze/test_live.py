@@ -33,8 +33,10 @@ def live(run, now=NOW, **how):
     return found
 
 
-def locked(run, pid, host=None):
+def locked(run, pid, host=None, began=1000):
+    """Write the lock of an attempt that began at the Unix time `began`, in seconds."""
     (run / "lock").write_text(f"process {pid} on {host or platform.node()}\n")
+    os.utime(run / "lock", (began, began))
 
 
 def dead():
@@ -55,14 +57,22 @@ def test_live_state_goes_from_starting_to_running_silent_and_stopped(tmp_path):
     log.write_text(log.read_text() + "resume\nstep     loss\n   2   3.0\n")
     assert state(tmp_path, [last], 1001) == "running"
     log.write_text(
-        log.read_text() + "stopped after step 2: received SIGTERM\nrun kept in results/a\n"
+        log.read_text() + "stopped after 3 of 9 steps: received SIGTERM\nrun kept in results/a\n"
     )
     assert state(tmp_path, [last], 1001) == "stopped"
+    log.write_text(log.read_text() + "2 ranks: x=2; Open MPI\n")  # resumed
+    assert state(tmp_path, [last], 1001) == "running"
 
 
-@pytest.mark.parametrize("verb", ["resume", "go on"])  # the second one is in older logs
-def test_run_ended_by_a_guard_has_failed(verb, tmp_path):
-    line = f"{verb} from the last checkpoint with --resume results/a"
+@pytest.mark.parametrize(
+    "line",
+    [
+        "resume from the last checkpoint with --resume results/a",
+        "go on from the last checkpoint with --resume results/a",  # in older logs
+        "no checkpoint was saved; set checkpoint.every and restart",
+    ],
+)
+def test_run_ended_by_a_guard_has_failed(line, tmp_path):
     (tmp_path / "train.log").write_text(f"step     loss\n   1   nan\n{line}\n")
     assert state(tmp_path, [], 0) == "failed"
 
@@ -82,11 +92,30 @@ def test_resumed_run_is_starting_until_its_log_is_updated(tmp_path):
     """The log has no line of the new attempt yet, and the new process holds the lock."""
     log = tmp_path / "train.log"
     log.write_text("step     loss\nrun kept in results/a\n")
-    locked(tmp_path, os.getpid())
+    locked(tmp_path, os.getpid(), began=1000.5)
     os.utime(log, (1000, 1000))
     assert state(tmp_path, [{"time": 1000.0, "seconds": 2.0}], 1001) == "starting"
     os.utime(log)
     assert state(tmp_path, [], 1001) == "ended"
+
+
+def test_resumed_run_is_starting_until_its_first_step_has_finished(tmp_path):
+    """The first attempt finished 6 of 6 steps. The second one trains 8 steps."""
+    records(tmp_path, range(6), steps=6)
+    began = live(tmp_path).recent[-1]["time"] + 1
+    log = tmp_path / "train.log"
+    log.write_text("step     loss\n   5   1.0\nrun kept in results/a\n1 rank: serial; MPI\n")
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 8\n")
+    locked(tmp_path, os.getpid(), began=began)
+    for line in ("", "step     loss  learning rate\n"):
+        log.write_text(log.read_text() + line)
+        found = live(tmp_path, began + 59)
+        assert found.state == "starting" and "6 of 8 steps, 75%" in found.screen(80)
+        assert live(tmp_path, began + 490).state == "starting for 8 min 10 s"
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 'x'\n")
+    assert "6 of 6 steps, 100%" in live(tmp_path, began).screen(80)
+    last = {"time": began + 500, "seconds": 2.0}
+    assert state(tmp_path, [last], began + 501) == "running"
 
 
 def test_live_screen_shows_progress_loss_and_axis_waits(tmp_path):
@@ -98,7 +127,7 @@ def test_live_screen_shows_progress_loss_and_axis_waits(tmp_path):
     found = live(tmp_path)
     found.update(found.recent[-1]["time"] + 1)
     text = "\n".join(found.screen(100))
-    assert "step 4 of 10, 40%, 12 s left, last step 1.00 s ago" in text
+    assert "4 of 10 steps, 40%, 12 s left, last step 1.00 s ago" in text
     assert "loss 3.0000, initially 6.0000  █▆▃▁" in text
     assert (
         "1,000 tokens/s, 2.00 s per step, communication 50.0%, peak memory per rank up to 10.0 MB"
@@ -106,24 +135,22 @@ def test_live_screen_shows_progress_loss_and_axis_waits(tmp_path):
     )
     assert "validation 3.2500 after step 3, the best so far, a.h5 3.0000" in text
     assert "\nx           30.0%" in text
-    line = f"{tmp_path.name}   running: step 4 of 10, loss 3.0000, 1,000 tokens/s, 12 s left"
+    line = f"{tmp_path.name}   running: 4 of 10 steps, loss 3.0000, 1,000 tokens/s, 12 s left"
     assert found.line() == line
 
 
 def test_speed_and_memory_are_those_of_the_latest_attempt(tmp_path):
     records(tmp_path, range(4), seconds=8.0, peak_bytes=10**8)
-    config = tmp_path / "config.toml"
-    config.touch()
-    os.utime(config, (10**9, 10**9))  # the first attempt began before its records
+    locked(tmp_path, os.getpid())  # the first attempt began before its records
     assert "8.00 s per step" in "\n".join(live(tmp_path).screen(100))
     start = live(tmp_path).recent[-1]["time"]
-    os.utime(config, (start + 1e-3, start + 1e-3))
+    locked(tmp_path, os.getpid(), began=start + 1e-3)
     assert "8.00 s per step" in "\n".join(live(tmp_path).screen(100))  # no step yet
     time.sleep(2e-3)
     records(tmp_path, range(3, 6), start=3)
     text = "\n".join(live(tmp_path).screen(100))
     assert "2.00 s per step" in text and "per rank up to 10.0 MB" in text
-    assert "step 6 of 10, 60%, 8.00 s left" in text
+    assert "6 of 10 steps, 60%, 8.00 s left" in text
 
 
 def test_live_run_reads_only_new_records_and_rewinds_on_resume(tmp_path):
@@ -192,10 +219,10 @@ def test_damaged_metrics_lines_are_skipped_and_counted(damage, tmp_path):
         file.write(f"{json.dumps(line)}\n{json.dumps(short)}\n{'[' * 10**6}\n")
     found.update(NOW)
     assert f"skipped 3 damaged lines of {NAME}" in found.screen(80)
-    assert "step 1 of 10" in found.line()
+    assert "1 of 10 steps" in found.line()
     records(tmp_path, [1, 2])  # which rewrites the file
     found.update(NOW)
-    assert "step 3 of 10" in found.line()
+    assert "3 of 10 steps" in found.line()
 
 
 def test_non_finite_losses_are_shown_in_the_sparkline(tmp_path):

@@ -110,9 +110,9 @@ def test_signaled_job_is_requeued_and_resumes(cluster, continued, steps, whole):
     job, seen = continued
     assert seen["Restarts"] == "1"
     said = cluster.log(job)
-    (stopped,) = re.findall(r"stopped after step (\d+): received SIGUSR1", said)
+    (stopped,) = re.findall(r"stopped after ([\d,]+) of [\d,]+ steps: received SIGUSR1", said)
     (begins,) = re.findall(r"resume: step (\d+) follows .*results/", said)
-    assert int(begins) == int(stopped) + 1 < steps
+    assert int(begins) == int(stopped.replace(",", "")) < steps
     assert re.findall(r"^job .* restart (\d+)", said, re.MULTILINE) == ["0", "1"]
     run = run_of(cluster, job)
     assert lines(run) == lines(whole)[:steps]

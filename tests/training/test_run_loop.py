@@ -93,7 +93,7 @@ def test_run_with_a_checkpoint_names_the_commands_that_use_it(kind, second, tmp_
 @pytest.mark.parametrize(("saves", "code"), [(True, STOPPED), (False, FAILED)])
 def test_stop_saves_if_saving_is_possible(saves, code, tmp_path, monkeypatch):
     lines, found = run(tmp_path, monkeypatch, stop_after=2, saves=saves)
-    assert found == code and lines[2].startswith("stopped after step 2: ")
+    assert found == code and lines[2].startswith(f"stopped after 3 of {STEPS} steps: ")
     assert ("saved; resume with --resume" in lines[3]) == saves
 
 
