@@ -162,13 +162,7 @@ def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
     ValueError
         If the command line, the input file or the run to resume is invalid.
     """
-    from hpc3d.checkpoints.resume import (
-        checkpointed_config,
-        config_of_run,
-        run_to_resume,
-        with_free_mesh,
-        with_free_schedule,
-    )
+    from hpc3d.checkpoints.resume import config_of_run, resolved_on, run_to_resume
     from hpc3d.config import load
     from hpc3d.config.backend_rules import untrainable
     from hpc3d.config.resolve import refuse, resolve, violated
@@ -181,11 +175,10 @@ def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
     if run:
         config = load.load(path, words) if given else config_of_run(run, words)
         ranks = ranks or config.mesh.grid().size
-        config = with_free_schedule(with_free_mesh(config, ranks), checkpointed_config(run))
+        config = resolved_on(ranks, config, run)
     else:
         rules = partial(violated, ranks=ranks, default=not given)
-        config = load.load(path, words, rules=rules)
-    config = resolve(config, ranks, default=not (given or run))
+        config = resolve(load.load(path, words, rules=rules), ranks, default=not given)
     refuse([*untrainable(config)])
     sinks_of(config.run.metrics_hook, config.run.trackers)
     return RunPlan(config, run)

@@ -23,7 +23,7 @@ from hpc3d.config import deprecated_keys
 from hpc3d.config.input_file import Config, MeshConfig, ParallelConfig, TrainConfig
 from hpc3d.config.load import flat, load, override, read, to_toml, validate
 from hpc3d.config.package_data import refuse_model
-from hpc3d.config.resolve import refuse
+from hpc3d.config.resolve import refuse, resolve
 from hpc3d.config.rules import unknown_values
 from hpc3d.console.sanitize import Problems, counted, lines_of
 from hpc3d.console.small_files import toml
@@ -158,6 +158,34 @@ def _newest_readable(run: Path) -> Checkpoint | None:
             config_of(opened)
             return opened
     return None
+
+
+def resolved_on(ranks: int, config: Config, run: Path) -> Config:
+    """Resolve the configuration of a resumed run; reset the parts of its layout that do not apply.
+
+    Raises
+    ------
+    ValueError
+        If `ranks` ranks cannot train this configuration. An additional line names the axes whose
+        sizes were reset.
+    """
+    stored, free = checkpointed_config(run), with_free_mesh(config, ranks)
+    try:
+        return resolve(with_free_schedule(free, stored), ranks)
+    except ValueError as error:
+        raise Problems([*lines_of(error), *_reset(config.mesh, free.mesh, ranks)]) from None
+
+
+def _reset(before: MeshConfig, now: MeshConfig, ranks: int) -> Iterator[str]:
+    """Yield a line that names the axes whose sizes `with_free_mesh` has reset, if any."""
+    sizes = {axis: getattr(before, axis) for axis in "pdce"}
+    if reset := [axis for axis, size in sizes.items() if getattr(now, axis) != size]:
+        product, was = prod(sizes.values()), " ".join(f"{axis}={sizes[axis]}" for axis in reset)
+        yield (
+            f"--resume: {was} of the run was reset to 1, because {product} does not divide "
+            f"{ranks} ranks; use a multiple of {product} ranks, or other sizes, with "
+            f"{' or '.join(f'--mesh.{axis}' for axis in reset)}"
+        )
 
 
 def with_free_mesh(config: Config, ranks: int) -> Config:

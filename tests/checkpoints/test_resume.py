@@ -12,6 +12,7 @@ from hpc3d.checkpoints.resume import (
     config_of_run,
     continued,
     mismatch,
+    resolved_on,
     run_to_resume,
     with_free_mesh,
 )
@@ -45,6 +46,20 @@ def test_otherwise_all_ranks_form_one_cuboid(ranks):
     mesh, parallel = config.mesh, config.parallel
     assert (mesh.p, mesh.d, mesh.x * mesh.y * mesh.z) == (1, 1, ranks)
     assert (parallel.schedule, parallel.zero, parallel.layers_per_stage) == ("none", 0, None)
+
+
+def test_error_on_a_new_number_of_ranks_names_the_axes_that_were_reset(tmp_path):
+    config = config_of(PIPED)
+    (tmp_path / "config.toml").write_text(to_toml(resolve(config, 8)))
+    with pytest.raises(ValueError, match="no cuboid of 11 ranks") as caught:
+        resolved_on(11, config, tmp_path)
+    assert lines_of(caught.value)[1:] == [
+        "--resume: p=2 d=2 of the run was reset to 1, because 4 does not divide 11 ranks; use a "
+        "multiple of 4 ranks, or other sizes, with --mesh.p or --mesh.d"
+    ]
+    with pytest.raises(ValueError, match="no cuboid of 11 ranks") as caught:
+        resolved_on(44, config, tmp_path)  # the 2 stages and 2 replicas are kept
+    assert len(lines_of(caught.value)) == 1
 
 
 def test_expert_parallelism_is_kept_if_it_divides_the_ranks():
