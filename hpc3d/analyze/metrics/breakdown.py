@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hpc3d.analyze.metrics.wait_states import CallInstances
     from hpc3d.trace.reader import Trace
 
+_ROUNDING_S = 1e-13  # bound on the rounding errors of step times, in s
 DISJOINT = ("compute_s", "wait_s", "transfer_s", "copy_s", "other_s", "unrecorded_s")
 
 
@@ -159,8 +160,13 @@ def _parts(times, early, wait):
     copy, unrecorded = times.pop("copy", 0.0) - early, times.pop("unrecorded")
     other = sum(times.values(), 0.0)
     split = (None, None) if wait is None else (wait + waited, blocked - wait)
-    parts = compute, *split, copy, other, unrecorded
+    parts = map(_clipped, (compute, *split, copy, other, unrecorded))
     return dict(zip(DISJOINT, parts)) | {"exposed_s": blocked + waited}
+
+
+def _clipped(seconds):
+    """Return `seconds`, or 0 if it is only a rounding error: the clock's resolution is 1 ns."""
+    return 0.0 if seconds is not None and abs(seconds) < _ROUNDING_S else seconds
 
 
 def _steps_of_ranks(trace):

@@ -119,6 +119,23 @@ def test_breakdown_rows_of_a_rank_add_up_to_its_step(hand):
         assert each["seconds"] == pytest.approx(each["share"] * step)
 
 
+def test_rounding_errors_of_time_differences_are_zero(tmp_path):
+    """All copies start broadcasts; 3 steps with 300,007 ns have no exact mean in seconds."""
+    rows, steps = [], {}
+    for step, end in enumerate((0.100001, 0.100003, 0.100003)):
+        for rank in (0, 1):
+            steps[rank, step] = (step, step + 0.5)
+            own = {"op": "broadcast", "group": 0, "step": step}
+            rows.append(row(rank, step, step + end, "copy", **own))
+            rows.append(row(rank, step + end, step + 0.4, step=step))
+            times = {"start": step + 0.4, "end": step + 0.5, "posted": step}
+            rows.append(call(rank, seq=step, peer=0, **times, **own))
+    trace = by_hand(tmp_path / "trace.h5", rows, steps, GROUPS)
+    for each in rank_rows(trace, calls_of(trace)):
+        assert (each["copy_s"], each["unrecorded_s"]) == (0, 0)
+        assert each["exposed_s"] == pytest.approx(0.600007e-3 / 3)
+
+
 def test_breakdown_by_step_and_stage(hand):
     """Rank 0 belongs to stage 1, the highest stage of its events."""
     rows = breakdown(hand, ["stage", "step"])
