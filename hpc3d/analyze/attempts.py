@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.parallel_layout import layout_of
+from hpc3d.analyze.metrics.parallel_layout import configured_layout, layout_of
+from hpc3d.analyze.metrics.pipeline_step import valid_config
 from hpc3d.analyze.metrics.step import evaluation_rows, loss_rows, ratio
+from hpc3d.console.small_files import read
 from hpc3d.runtime import metrics_file
 from hpc3d.runtime.metrics_file import VALIDATION_LOSS_OF
 from hpc3d.trace.locate import NEWEST
@@ -80,7 +83,8 @@ class Attempts:
         found.append(_attempt(trace, self.number, seen))
         self.attempts = [each for each in found if each.losses]
         if self.attempts and self.attempts[0].number == 2:
-            self.attempts = [*_first_attempt(self.records, self.attempts[0].first), *self.attempts]
+            first = _first_attempt(self.records, self.attempts[0].first, folder)
+            self.attempts = [*first, *self.attempts]
 
     def losses(self) -> list[dict[str, Any]]:
         """Return one row per step of the run with its loss, gradient norm and time in seconds.
@@ -162,10 +166,10 @@ def _row(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     return row | {"texts": _text_rows(record)} if columns is _EVALUATION else row
 
 
-def _first_attempt(records: Sequence[dict[str, Any]], end: int) -> Iterator[Attempt]:
+def _first_attempt(records: Sequence[dict[str, Any]], end: int, folder: Path) -> Iterator[Attempt]:
     """Yield the first attempt if it was killed before it wrote a trace, from metrics.jsonl.
 
-    `end` is the first step of the second attempt.
+    `end` is the first step of the second attempt. The layout comes from config-1.toml.
     """
     records = [each for each in records if each["step"] < end]
     steps = [each for each in records if "loss" in each]
@@ -173,7 +177,19 @@ def _first_attempt(records: Sequence[dict[str, Any]], end: int) -> Iterator[Atte
         losses = [_row(each, _LOSS) for each in steps]
         evaluations = [_row(each, _EVALUATION) for each in records if "validation_loss" in each]
         tokens = steps[-1].get("tokens") or 0.0
-        yield Attempt(1, "", "layout unknown", None, losses, evaluations, tokens)
+        layout = _stored_layout(folder / "config-1.toml")
+        yield Attempt(1, "no trace", *layout, losses, evaluations, tokens)
+
+
+def _stored_layout(path: Path) -> tuple[str, int | None]:
+    """Return the layout and the number of ranks in the configuration of a run, if known."""
+    with suppress(ValueError):
+        config = valid_config(read(path).decode())
+        is_resolved = config and None not in (config.mesh.x, config.mesh.y, config.mesh.z)
+        if is_resolved and not config.torch.factory:  # its stages may have unequal replicas
+            sizes = config.sizes()
+            return configured_layout(config, sizes).label, prod(sizes.values())
+    return "layout unknown", None
 
 
 def _text_rows(record: dict[str, Any]) -> list[dict[str, Any]]:

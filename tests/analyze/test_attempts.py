@@ -10,10 +10,12 @@ import pytest
 import hpc3d
 from hpc3d import report
 from hpc3d.analyze.attempts import Attempts, resumes
+from hpc3d.config.load import to_toml
 from hpc3d.runtime import metrics_file
 from hpc3d.trace.merge import merge
 from tests.analyze.report.by_hand import reported, write_run
 from tests.mpi import checked
+from tests.pipeline.mixes import config_of
 from tests.runs import losses, train, without_progress
 from tests.trace.test_previous_attempts import FLAT as OTHER
 from tests.trace.test_previous_attempts import attempt
@@ -134,17 +136,25 @@ def test_records_add_steps_without_a_trace(tmp_path):
 def test_first_attempt_without_a_trace_is_read_from_the_records(tmp_path):
     """It was killed after step 2. The second attempt trains steps 2 and 3."""
     attempt(tmp_path, 2, 4)
-    (tmp_path / "config-1.toml").touch()
+    config = tmp_path / "config-1.toml"
+    config.write_text(to_toml(config_of("p=2 d=2 x=1 y=1 z=1 schedule=gpipe zero=1")))
     lines = [record(step, 9.0 - step, tokens=64) for step in range(2)]
     lines.append(json.dumps({"step": 1, "validation_loss": 8.0}) + "\n")
     (tmp_path / metrics_file.NAME).write_text("".join(lines))
     with hpc3d.trace.open(merge(tmp_path)) as trace:
         assert trace.attrs["missing"].startswith("steps 0 to 1: trained, ")
         attempts = Attempts(trace)
+        unknown = []
+        module = config.read_text().replace("[torch]", '[torch]\nfactory = "a:b"')
+        for text in ("", "[mesh]\nx = 2\n", module):
+            config.write_text(text)
+            unknown.append(Attempts(trace).table()[0])
     assert [row["attempt"] for row in attempts.losses()] == [1, 1, 2, 2]
     assert [row["attempt"] for row in attempts.evaluations()] == [1, 2, 2]
     first, second = attempts.table()
-    assert [first["layout"], second["layout"]] == ["layout unknown", "1f1b, p=2"]
+    assert [first["layout"], second["layout"]] == ["gpipe, ZeRO 1, p=2 d=2", "1f1b, p=2"]
+    assert [first["ranks"], first["file"], second["file"]] == [4, "no trace", "trace.h5"]
+    assert {(row["layout"], row["ranks"]) for row in unknown} == {("layout unknown", None)}
     assert [first[key] for key in ("first", "last", "step_s", "tokens_per_s")] == [0, 1, 0.5, 128]
 
 

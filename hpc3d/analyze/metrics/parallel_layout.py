@@ -7,11 +7,15 @@ shards only m and n, like a 2-D scheme.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.comm.mesh import CONTEXT, COPIES, DATA
 from hpc3d.trace.reader import Trace
+
+if TYPE_CHECKING:
+    from hpc3d.config.input_file import Config
 
 _DATA = {COPIES, DATA, CONTEXT}
 
@@ -49,9 +53,14 @@ def layout_of(trace: Trace) -> RunLayout:
     config = configuration(trace)
     if config is None:
         return RunLayout(trace.attrs["run_id"], None, sizes)
+    return configured_layout(config, sizes)
+
+
+def configured_layout(config: Config, sizes: Mapping[str, int]) -> RunLayout:
+    """Return the layout of a run with the given configuration and `sizes` of the mesh axes."""
     wide = {axis for axis, size in sizes.items() if size > 1}
     sharded = [loop for loop, axes in _tensor_axes(config).items() if axes & wide]
-    return RunLayout(_kind(config, sharded, wide), _family(config, sharded, wide), sizes)
+    return RunLayout(_kind(config, sharded, wide), _family(config, sharded, wide), {**sizes})
 
 
 def _tensor_axes(config):

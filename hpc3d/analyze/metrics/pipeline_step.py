@@ -69,7 +69,11 @@ def pipeline_of_step(
 
 def configuration(trace: Trace) -> Config | None:
     """Return the configuration of a run, or None if the trace has no valid configuration."""
-    text = trace.attrs["config"]
+    return valid_config(trace.attrs["config"])
+
+
+def valid_config(text: str) -> Config | None:
+    """Parse the stored configuration of a run. Returns None if `text` is empty or invalid."""
     if not text.strip():
         return None
     try:

@@ -24,8 +24,8 @@ first and the last step that the attempt trained. The steps from `superseded fro
 again by a later attempt. They count once: losses, evaluations and figures show the newer values.
 `median step [ms]` and `tokens/s` exclude the first step of the attempt. All other tables except
 the losses and evaluations refer to the newest trace, which includes the steps of earlier attempts
-only if they had the same layout. The layout is unknown if the first attempt was killed before it
-wrote a trace.""",
+only if they had the same layout. The first attempt has no trace if the job was killed before it
+wrote one.""",
     "runs": """\
 `median [ms]` is the median step time of the slowest rank, with the quartiles `25 % [ms]` and `75 %
 [ms]`. `steps` is the number of steps in these quantiles. `tokens/s` is the number of tokens per
