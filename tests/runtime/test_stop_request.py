@@ -52,7 +52,7 @@ def test_run_saves_on_a_stop_request_and_resumes(act, ranks, tmp_path):
     run = newest(tmp_path)
     (saved,) = steps_of(run / "checkpoints")
     step = Checkpoint(saved).header["step"]
-    assert f" step {step - 1}: " in done.stdout
+    assert f"stopped after {step:,} of 5,000 steps: " in done.stdout
     assert f" --resume {run}\n" in done.stdout
     assert len(losses(run)) == step
     checked(ranks, "-m", "hpc3d.train", "--resume", run, "--train.steps", step + 1)
