@@ -256,14 +256,9 @@ def _report(
         print(sanitized(f"the best layout was written to {options.apply}; train with it:"))
         print(sanitized(_train_command(options)))
     about = {"machine": machine, "ranks": options.ranks, "memory_bytes": memory}
-    if mixture := of_mixture(settled):
-        about["mixture"] = mixture
-    if unsearched := ranking.search.unsearched:
-        about["unsearched"] = unsearched
-    if resorted:
-        about["resort"] = resorted.plain()
-    if around:
-        about["interval"] = around
+    optional = {"mixture": of_mixture(settled), "unsearched": ranking.search.unsearched}
+    optional |= {"resort": resorted and resorted.plain(), "interval": around}
+    about |= {key: value for key, value in optional.items() if value}
     rest = {"searched": searched(found, ranking), "applied": options.apply}
     if options.json:
         print(json.dumps(about | _told(best, named, losers) | rest))
