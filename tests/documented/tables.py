@@ -31,6 +31,8 @@ ELSEWHERE = {
     r"docs/long-sequences\.md .*train long-context-16$": "README.md",
     r" python -m hpc3d\.bench (published|partition)": STUDY + "tests/studies",
     r"README.*hpc3d\.sweep ": "docs/sweep.md",
+    r"docs/hosts-study\.md .*(bench calibrate|hosts\.steps .*)$": STUDY
+    + "docs/scaling-study.md calibrates, and tests/hosts trains on emulated hosts",
     r"docs/local-updates-study\.md ": STUDY + "tests/training/optimizers/test_outer.py",
     r" python -m hpc3d\.bench planners": STUDY + "tests/test_planned_runs.py",
     r" python -m hpc3d\.bench peers": STUDY + "tests/test_torch_peers.py",
