@@ -31,8 +31,8 @@ ELSEWHERE = {
     r"docs/long-sequences\.md .*train long-context-16$": "README.md",
     r" python -m hpc3d\.bench (published|partition)": STUDY + "tests/studies",
     r"README.*hpc3d\.sweep ": "docs/sweep.md",
-    r"docs/hosts-study\.md .*(bench calibrate|hosts\.steps .*)$": STUDY
-    + "docs/scaling-study.md calibrates, and tests/hosts trains on emulated hosts",
+    r"-study\.md .*bench calibrate$": STUDY + "tests/predict/calibration/test_calibrate.py",
+    r"docs/hosts-study\.md .*hosts\.steps ": STUDY + "tests/hosts trains on emulated hosts",
     r"docs/local-updates-study\.md ": STUDY + "tests/training/optimizers/test_outer.py",
     r" python -m hpc3d\.bench planners": STUDY + "tests/test_planned_runs.py",
     r" python -m hpc3d\.bench peers": STUDY + "tests/test_torch_peers.py",
@@ -80,6 +80,7 @@ REDUCED = {
     r"partition run ": "--steps 3",
     r"prepare (my|part|train)-": "--force",  # each is an example by itself
     r"generate ": "--tokens 20",
+    r"bench scaling .*--measure ": "--ranks 1,8 --rounds 1",
     r"README.*hpc3d\.evaluate ": "--batches 2",
     r"watching\.md .*hpc3d\.watch": "--once",
     r"questions\.md .*hpc3d\.train gpt-serial": "--train.steps 2",
