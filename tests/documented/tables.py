@@ -80,7 +80,7 @@ REDUCED = {
     r"partition run ": "--steps 3",
     r"prepare (my|part|train)-": "--force",  # each is an example by itself
     r"generate ": "--tokens 20",
-    r"bench scaling .*--measure ": "--ranks 1,8 --rounds 1",
+    r"bench scaling .*--measure ": "--ranks 1,8 --rounds 1 --model.hidden 96 --train.batch 48",
     r"README.*hpc3d\.evaluate ": "--batches 2",
     r"watching\.md .*hpc3d\.watch": "--once",
     r"questions\.md .*hpc3d\.train gpt-serial": "--train.steps 2",
