@@ -57,7 +57,7 @@ _MEAN = (
     "resume: each worker continues from the mean parameters of {} workers, and from the optimizer "
     "states of one of them"
 )
-_NOTHING = "{}: no checkpoint to resume from; start a new run"
+_NOTHING = "{}: no checkpoint to resume from; start a new run, and set checkpoint.every"
 
 
 def run_to_resume(words: list[str]) -> Path | None:

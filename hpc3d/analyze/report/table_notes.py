@@ -130,8 +130,8 @@ receiver, as `received [B]`. `rate [FLOP/s]` is the rate of one rank.""",
     "between": """\
 Work of the ranks between steps, which is not included in the step times. snapshot copies the
 state, which a thread then writes in the background; checkpoint is the time that a rank waits until
-a checkpoint is on disk. `count` is the number of occurrences per rank, `mean [ms]` and `longest
-[ms]` are the mean and maximum duration, and `total [ms]` is the total time per rank.""",
+a checkpoint is on disk. `count` and `total [ms]` are means over the ranks, `mean [ms]` is the mean
+duration, and `longest [ms]` is the longest duration on any rank.""",
     "layers": """\
 Time of a step by Transformer layer. The row without a layer number contains the embedding, head,
 loss and optimizer.""",
