@@ -64,15 +64,14 @@ class _OpenedTexts(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    return launch.run("evaluate", lambda job: evaluate(job, list(words)))
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    if {"-h", "--help"} & {*words}:
+        return launch.show_help("evaluate", parser().print_help)
+    return launch.run("evaluate", lambda job: evaluate(job, words))
 
 
 def evaluate(job: Job, words: list[str]) -> None:
     """Run the command `evaluate` on one rank of the job."""
-    if {"-h", "--help"} & {*words}:
-        job.from_root(lambda: parser().print_help())
-        return
     from hpc3d.training.evaluator import FrozenEvaluator
 
     with ExitStack() as texts:

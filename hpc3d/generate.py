@@ -86,15 +86,14 @@ class _Screen:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    return launch.run("generate", lambda job: generate(job, list(words)))
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    if {"-h", "--help"} & {*words}:
+        return launch.show_help("generate", parser().print_help)
+    return launch.run("generate", lambda job: generate(job, words))
 
 
 def generate(job: Job, words: list[str]) -> None:
     """Run the command `generate` on one rank of the job."""
-    if {"-h", "--help"} & {*words}:
-        job.from_root(lambda: parser().print_help())
-        return
     from hpc3d.generation.continuation import continue_text
 
     job.requests = {signal.SIGINT}

@@ -61,6 +61,8 @@ _LEAST_OF_RANK = 32 << 20  # lower bound on the memory of a rank, in bytes
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = [*(sys.argv[1:] if argv is None else argv)]
+    if {"-h", "--help"} & {*words}:
+        return launch.show_help("train", lambda: explain(words))
     if any(word.partition("=")[0] == "--launch" for word in words):
         if environment.number_in(environment.OWN_RANK, default=0):
             return 0  # the launcher would kill rank 0 before it reports that --launch is wrong
@@ -98,8 +100,7 @@ def _start_ranks(words: list[str]) -> None:
             f"{counted(most, 'rank')}; use fewer ranks, or mpirun with the hosts of a cluster"
         )
     if command := mpi_launcher.launch_command(ranks):
-        if not {"-h", "--help"} & {*words}:
-            read_command_line(ranks, [*words])  # report an error before any rank starts
+        read_command_line(ranks, [*words])  # report an error before any rank starts
         mpi_launcher.filter_standard_error()
         command += [sys.executable, "-m", "hpc3d.train", *words]
         os.execve(command[0], command, {**mpi_launcher.launch_settings(), **os.environ})
@@ -121,9 +122,6 @@ def _ranks(given: str | None, option: str) -> int | None:
 
 def train(job: Job, words: list[str]) -> None:
     """Run the command `train` on one rank of the job."""
-    if {"-h", "--help"} & set(words):
-        job.from_root(lambda: explain(words))
-        return
     if "--dry-run" in words:
         job.from_root(lambda: rehearse(job.size, words))
         return

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
+from hpc3d.console import command_line
 from hpc3d.console.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, STALLED, BadData, JobExit
 from hpc3d.console.sanitize import (
     OutputError,
@@ -59,6 +60,11 @@ def run(name: str, body: Callable[[Job], int | None]) -> int:
         except KeyboardInterrupt:  # Ctrl-C before the job exists
             print(f"hpc3d.{name}: {ended_by(signal.SIGINT)}", file=sys.stderr)
             return INTERRUPTED
+
+
+def show_help(name: str, body: Callable[[], None]) -> int:
+    """Print a help text with `body()` on rank 0, without MPI; return the exit code."""
+    return 0 if number_in(OWN_RANK, default=0) else command_line.run(name, body, patient=False)
 
 
 def _started(name: str, body: Callable[[Job], int | None]) -> int:

@@ -36,8 +36,8 @@ def test_mpi_can_start_after_only_the_library_was_inspected():
     code = """
         from hpc3d.runtime.mpi_library import found
         assert found()
-        from hpc3d import train
-        raise SystemExit(train.main(["--help"]))
+        from hpc3d.runtime import launch
+        raise SystemExit(launch.run("test", lambda job: None))
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, cwd=ROOT, timeout=250, check=False)

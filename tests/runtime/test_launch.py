@@ -183,6 +183,14 @@ def test_missing_mpi_library_is_one_line_with_the_package_to_install(tmp_path):
     assert "python -m pip install 'hpc3d[mpi]', or run python -m hpc3d.doctor" in line
 
 
+@pytest.mark.parametrize("words", ["train --help mesh", "generate -h", "evaluate --help"])
+def test_help_needs_no_mpi_library(words, tmp_path):
+    missing = surroundings() | {"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")}
+    command = [sys.executable, "-m", "hpc3d", *words.split()]
+    done = subprocess.run(command, env=missing, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) > 5
+
+
 @slow
 @pytest.mark.parametrize(
     "mode", ["terminated_in_mpi", "terminated_in_shared_memory", "terminated_at_work"]
