@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.argument_types import integer, positive, real
+from hpc3d.config.familiar_names import foreign_options
 from hpc3d.console.command_line import Parser, RootParser, split_options
 from hpc3d.console.exit_codes import INTERRUPTED, JobExit
 from hpc3d.runtime import environment, launch
@@ -120,7 +121,10 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
     from hpc3d.generation.trained_model import find_model, layout_words
 
     ours, settings = split_options(words)
-    options = parser().parse_args(ours)
+    command = parser()
+    if problems := foreign_options(ours):
+        command.refuse(problems)
+    options = command.parse_args(ours)
     model = find_model(options.model, settings)
     config = laid_out(model.config, layout_words(settings), job.size, options.samples)
     for line in (*model.notes, f"{model.source.path}: {described(config)}"):

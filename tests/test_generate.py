@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from hpc3d import generate
 from hpc3d.checkpoints.hf_export import export
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.console.sanitize import Problems
@@ -133,6 +134,20 @@ def test_all_options_with_wrong_values_are_reported():
     options = "--tokens", "--top-p", "--seed", "--prompt"
     assert all(map(str.__contains__, refused.value.lines, options))
     assert len(refused.value.lines) == len(options)
+
+
+def test_options_of_other_programs_suggest_ours():
+    """The options are those of nanoGPT and transformers."""
+    given = ["run", "--start", "a", "--max-new-tokens=9", "--top_k=5", "--do_sample", "--top-p=1"]
+    with pytest.raises(Problems) as refused:
+        generate._prepare(None, [*given, "--prompt=--top_k"])
+    assert refused.value.lines == [
+        "--start: unknown option; use --prompt",
+        "--max-new-tokens: unknown option; use --tokens",
+        "--top_k: unknown option; use --top-k",
+        "--do_sample: unknown option; tokens are sampled unless you set --temperature 0, greedy "
+        "decoding",
+    ]
 
 
 def test_ctrl_c_ends_generation_with_the_text_so_far(endless):

@@ -5,6 +5,8 @@ The other programs are nanoGPT, Megatron-LM, DeepSpeed, Hugging Face Transformer
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "train.learning_rate": "lr max_lr peak_lr",
     "train.min_learning_rate": "min_lr lr_min eta_min",
@@ -68,8 +70,8 @@ _ALIKE = {  # hpc3d key -> keys of other programs with the same meaning
     "checkpoint.every": "save_interval save_steps checkpoint_interval",
     "data.boundaries": "reset_attention_mask reset_position_ids document_masking",
     "data.tokenizer": "tokenizer_type tokenizer_name tokenizer_path",
-    "data.validation": "val_data eval_dataset valid_data_path",
-    "data.path": "data_path dataset train_data dataset_path",
+    "data.validation": "val_data eval_dataset valid_data_path validation_file",
+    "data.path": "data_path dataset train_data dataset_path train_file dataset_name",
     "run.out": "out_dir output_dir save_dir dump_folder",
     "run.trackers": "tensorboard_dir enable_tensorboard wandb wandb_log wandb_project report_to "
     "enable_wandb",
@@ -122,7 +124,7 @@ _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> ad
     "pipeline_parallel_microbatch_size": "use parallel.microbatches, the number of microbatches",
     "untie_embeddings_and_output_weights": "use model.tied = false",
     "swiglu": 'use model.kind = "llama"',
-    "resume resume_from_checkpoint init_from load load_dir": (
+    "resume resume_from_checkpoint init_from load load_dir model_name_or_path": (
         "use the option --resume RUN_DIR, with a run that has checkpoints (checkpoint.every); "
         "to start from a Hugging Face model, first run hpc3d checkpoint import"
     ),
@@ -146,12 +148,44 @@ _OTHERWISE = {  # keys of other programs without a direct hpc3d equivalent -> ad
     ),
     "device": 'use train.backend = "numpy" or "cupy"',
     "fsdp": "use parallel.zero = 3",
+    "deepspeed deepspeed_config": (
+        "use the keys of hpc3d instead of a DeepSpeed configuration, such as parallel.zero for "
+        "the ZeRO stage"
+    ),
+}
+_OF_GENERATION = {  # options of other programs that generate text -> advice
+    "max_new_tokens max_tokens max_length": "use --tokens",
+    "num_return_sequences num_samples n_samples": "use --samples",
+    "top_k": "use --top-k",
+    "top_p": "use --top-p",
+    "do_sample greedy": "tokens are sampled unless you set --temperature 0, greedy decoding",
+    "start text": "use --prompt",
+    "init_from out_dir load model model_name_or_path": (
+        "give the run or the model as the first argument, RUN_DIR or FOLDER"
+    ),
 }
 
 
 _ADVICE = {names: f"use {key}" for key, names in _ALIKE.items()} | _OTHERWISE
-FAMILIAR = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
-"""Dict from another program's key, in lower case with underscores, to advice for hpc3d users."""
+FAMILIAR, _GENERATION = (
+    {name: advice for names, advice in table.items() for name in names.split()}
+    for table in (_ADVICE, _OF_GENERATION)
+)
+"""Dicts from a key of another program, in lower case with underscores, to advice."""
+
+
+def foreign_options(words: Iterable[str]) -> list[str]:
+    """Return an error message for each option of another program in the arguments of `generate`.
+
+    Only the spelling of hpc3d, such as --top-k, is accepted.
+    """
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    advice = [(name, _GENERATION.get(name[2:].lower().replace("-", "_"))) for name in names]
+    return [
+        f"{name}: unknown option; {said}"
+        for name, said in advice
+        if said and said != f"use {name}"
+    ]
 
 
 def familiar(name: str) -> str | None:

@@ -36,6 +36,19 @@ def test_familiar_names_do_not_shadow_our_keys():
             "backend: unknown key; remove it, because hpc3d selects NCCL or MPI automatically "
             "(mesh.transport); train.backend selects numpy or cupy arrays",
         ),
+        ("--train_file a", "train_file: unknown key; use data.path"),
+        ("--validation_file a", "validation_file: unknown key; use data.validation"),
+        (
+            "--model_name_or_path gpt2",
+            "model_name_or_path: unknown key; use the option --resume RUN_DIR, with a run that "
+            "has checkpoints (checkpoint.every); to start from a Hugging Face model, first run "
+            "hpc3d checkpoint import",
+        ),
+        (
+            "--deepspeed a.json",
+            "deepspeed: unknown key; use the keys of hpc3d instead of a DeepSpeed configuration, "
+            "such as parallel.zero for the ZeRO stage",
+        ),
         ("--train.stepz 1", "train.stepz: unknown key; did you mean train.steps?"),
     ],
 )
