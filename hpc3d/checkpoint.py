@@ -215,13 +215,19 @@ def _begin(options: Namespace, settings: Sequence[str]) -> dict[str, Any]:
     from hpc3d.checkpoints import new_run
     from hpc3d.checkpoints.hf_import import Pretrained, configured
     from hpc3d.checkpoints.run_text import located, named_text, open_training_text
-    from hpc3d.checkpoints.run_tokenizer import keep, refuse_another, refuse_unfit, take_along
+    from hpc3d.checkpoints.run_tokenizer import (
+        advise_tokenizer,
+        keep,
+        refuse_another,
+        refuse_unfit,
+        take_along,
+    )
     from hpc3d.data.validation import naming_key
 
     pretrained = Pretrained(options.source, options.allow_nonfinite)
     config = located(configured(pretrained, settings))
     given = {word.partition("=")[0] for word in settings}
-    with open_training_text(config) as tokens:
+    with advise_tokenizer(options.source), open_training_text(config) as tokens:
         refuse_unfit(options.source, config.model.vocabulary)
         if "--data.path" in given:
             with naming_key(named_text(config)):

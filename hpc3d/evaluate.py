@@ -134,14 +134,15 @@ def _open_text(
 
     Raises ValueError if the text does not fit the model at `path`.
     """
-    from hpc3d.checkpoints.run_tokenizer import is_known, refuse_another
+    from hpc3d.checkpoints.run_tokenizer import advise_tokenizer, is_known, refuse_another
     from hpc3d.config import package_data
     from hpc3d.data.tokenizer import ByteTokenizer
     from hpc3d.data.validation import SeparateText, naming_key
     from hpc3d.model.families import least_vocabulary
     from hpc3d.training.masking import validation_of
 
-    text = texts.enter_context(SeparateText(package_data.text_path(file), "--data"))
+    with advise_tokenizer(path):
+        text = texts.enter_context(SeparateText(package_data.text_path(file), "--data"))
     key, name, model = f"--data {file}", found.config.data.tokenizer, config.model
     with naming_key(key):
         if (

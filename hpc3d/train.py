@@ -207,7 +207,8 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, list[ValidationBatches]]:
     config = run_text.located(plan.config, run, checkpointed_texts(run) if run else None)
     data = config.data
     paths = [package_data.text_path(path) for path in data.paths()]
-    tokens = open_texts(paths, data.ratio(), None if run else data.tokenizer)
+    with run_tokenizer.advise_tokenizer(run):
+        tokens = open_texts(paths, data.ratio(), None if run else data.tokenizer)
     if run:
         with naming_key(run_text.named_text(config)):
             run_tokenizer.refuse_another(run, tokens, config.model)

@@ -18,6 +18,7 @@ from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.data.token_file import write_tokens
 from hpc3d.data.tokenizer_files import characters
 from hpc3d.generation.trained_model import find_model
+from hpc3d.train import read_command_line, take_text
 from tests.checkpoints import drawn_models
 from tests.elided import elided
 from tests.mpi import ROOT, checked
@@ -361,6 +362,13 @@ def test_import_compares_the_tokenizer_of_the_text(original, tmp_path, capsys, m
         code, _, (error,) = call(capsys, "import", "out", "-o", "run", "--data.path", text)
         assert code == 2 and f"data.path = {tmp_path / text}: the tokenizer of this tex" in error
         assert error.endswith("--tokenizer out/tokenizer.json") and not Path("run").exists()
+    Path("a.jsonl").touch()
+    advice = "a.jsonl -o tokens.h5 --tokenizer"
+    code, _, (error,) = call(capsys, "import", "out", "-o", "run", "--data.path", "a.jsonl")
+    assert code == 2 and error.endswith(f"{advice} out")
+    plan = read_command_line(1, ["--resume", "ours", "--data.path", "a.jsonl"])
+    with pytest.raises(ValueError, match=f"{advice} {plan.resumed}$"):
+        take_text(plan)
 
 
 def test_import_rejects_a_text_with_a_larger_vocabulary(original, tmp_path, capsys):

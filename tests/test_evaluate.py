@@ -199,6 +199,8 @@ def test_tokenizer_of_the_run_is_required(run, tmp_path):
     for text in (tmp_path / "other.h5", run / "text.txt"):
         with pytest.raises(ValueError, match=elided("--data ...: the tokenizer of ... differs")):
             prepared(1, wide, "--data", text)
+    with pytest.raises(ValueError, match=f"-o tokens.h5 --tokenizer {tmp_path / 'wide'}$"):
+        prepared(1, wide, "--data", "a.jsonl")
 
 
 @pytest.mark.parametrize(

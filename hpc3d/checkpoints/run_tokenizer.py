@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hpc3d.checkpoints.hf_settings import CONFIG, GENERATION, TOKENIZER_FILES
 from hpc3d.config.input_file import ModelConfig
 from hpc3d.config.load import load
 from hpc3d.console import small_files
-from hpc3d.data.token_file import Tokens
+from hpc3d.data.token_file import Tokens, UntokenizedError
 from hpc3d.data.tokenizer import END_NAME, BpeTokenizer, ByteTokenizer, reading, same_rules
 from hpc3d.data.tokenizer_files import (
     RULES,
@@ -46,6 +46,17 @@ def kept_tokenizer(path: Path) -> BpeTokenizer | None:
     """Return the tokenizer stored with a run, checkpoint or Hugging Face model, or `None`."""
     home = _home_of(path)
     return tokenizer_from(str(home)) if (home / RULES).is_file() else None
+
+
+@contextmanager
+def advise_tokenizer(path: Path | None) -> Iterator[None]:
+    """Complete the advice to tokenize a text by the tokenizer of the model at `path`, if any."""
+    try:
+        yield
+    except UntokenizedError as error:
+        if path is None or _rules_of(home := _home_of(path)) is None:
+            raise
+        raise UntokenizedError(f"{error} --tokenizer {home}") from error
 
 
 def keep(folder: Path, tokens: Tokens) -> None:

@@ -50,6 +50,10 @@ _Report = Callable[[int], None]
 _reading_tokens = partial(reading, fault="not a readable token file", remedy=_PREPARE)
 
 
+class UntokenizedError(ValueError):
+    """The text must be tokenized first. The message ends with the `prepare` command."""
+
+
 class Tokens(contextlib.AbstractContextManager):
     """Token ids on disk: a sequence of documents, each followed by an end-of-document token.
 
@@ -116,7 +120,7 @@ def open_tokens(path: str | Path, tokenizer: str | None = None) -> Tokens:
     with a tokenizer other than `tokenizer`.
     """
     if Path(path).suffix in (*JSONL, *PARQUET, *BIN):
-        raise ValueError(
+        raise UntokenizedError(
             f"data.path: {path} is not a token file; {_PREPARE} {path} -o tokens{SUFFIX}"
         )
     if Path(path).suffix == SUFFIX:
