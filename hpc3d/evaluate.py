@@ -119,12 +119,33 @@ def _prepare(job: Job, words: Sequence[str], texts: ExitStack) -> _OpenedTexts:
     config = replace(config, train=replace(config.train, eval_batches=options.batches or 0))
     refuse_what_cannot_fit(config, number_in(LOCAL_RANKS, default=1), training=False)
     pairs = [_open_text(path, found, config, file, texts) for file in options.data]
-    data = config.data.with_separator(pairs[0][0].end(), config.model.vocabulary)
-    config = replace(config, data=data)
+    config = _with_separator(path, config, [text for text, _ in pairs])
     for line in (*found.notes, f"{found.source.path}: {described(config)}"):
         job.complain(line)
     plan = _EvaluationPlan(config, found.source, [*map(str, options.data)])
     return _OpenedTexts(options, plan, *map(list, zip(*pairs, strict=True)))
+
+
+def _with_separator(path: Path, config: Config, texts: Sequence[SeparateText]) -> Config:
+    """Return `config` with the token that ends the documents of all `texts`.
+
+    Raises ValueError if the documents of a text do not end with the separator of the model at
+    `path`, or if the separator is unknown.
+    """
+    from hpc3d.checkpoints.run_tokenizer import kept_tokenizer
+    from hpc3d.data.documents import refuse_other_end
+    from hpc3d.data.validation import naming_key
+
+    end = texts[0].end()
+    if config.data.separator is not None:
+        kept = kept_tokenizer(path)
+        end = kept.end if kept else None
+    data = config.data.with_separator(end, config.model.vocabulary)
+    if data.boundaries and data.separator is not None:
+        with naming_key("--data"):
+            for text in texts:
+                refuse_other_end(text, data.separator, end)
+    return replace(config, data=data)
 
 
 def _open_text(

@@ -212,9 +212,9 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, list[ValidationBatches]]:
     if run:
         with naming_key(run_text.named_text(config)):
             run_tokenizer.refuse_another(run, tokens, config.model)
-    plan.config = config = _with_vocabulary(config, tokens)
+    plan.config = config = _with_vocabulary(config, tokens, run)
     paths = [package_data.text_path(path) for path in config.data.validation_texts()]
-    separate = separate_texts(paths, tokens)
+    separate = separate_texts(paths, tokens, config.data.document_end())
     trained, held = divided(tokens, config.data.validation)
     batches, validation = batches_of(config, trained), validations_of(config, separate or held)
     plan.texts = run_text.described(tokens, separate)
@@ -224,15 +224,16 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, list[ValidationBatches]]:
     return tokens, batches, validation
 
 
-def _with_vocabulary(config: Config, tokens: Tokens) -> Config:
+def _with_vocabulary(config: Config, tokens: Tokens, run: Path | None = None) -> Config:
     """Return `config` with the keys that the tokenizer of the tokenized text determines.
 
-    The keys are `model.vocabulary`, `data.tokenizer` and `data.separator`.
+    The keys are `model.vocabulary`, `data.tokenizer` and `data.separator`. `run` is the folder of
+    a resumed run.
 
     Raises
     ------
     ValueError
-        If the tokenizer has more tokens than `model.vocabulary`, or if it lacks the
+        If the tokenizer has more tokens than `model.vocabulary`, or if it or a text lacks the
         end-of-document token.
     """
     from hpc3d.config.resolve import refuse
@@ -252,20 +253,29 @@ def _with_vocabulary(config: Config, tokens: Tokens) -> Config:
     refuse([*wrong_tokens(model, tokens.mask())])
     data = replace(config.data, tokenizer=tokens.tokenizer)
     data = data.with_separator(tokens.end(), vocabulary)
-    _refuse_without_ends(data, tokens)
+    _refuse_without_ends(data, tokens, run)
     return replace(config, model=model, data=data)
 
 
-def _refuse_without_ends(data: DataConfig, tokens: Tokens) -> None:
+def _refuse_without_ends(data: DataConfig, tokens: Tokens, run: Path | None) -> None:
     """Raise ValueError if `data` needs end-of-document tokens, but a text has none."""
+    from hpc3d.checkpoints.run_tokenizer import kept_tokenizer
+    from hpc3d.data.documents import refuse_other_end
+
+    if not data.boundaries and data.shuffle != "documents":
+        return
     key = "data.boundaries = true" if data.boundaries else "data.shuffle = documents"
-    if (data.boundaries or data.shuffle == "documents") and data.separator in (None, tokens.end()):
+    if data.separator in (None, tokens.end()):
         for path, text in zip(data.paths(), tokens.parts(), strict=True):
             if text.documents == 0:
                 raise ValueError(
                     f"{key}: {path} contains no end-of-document token; use a file with "
                     "end-of-document tokens, or remove the key"
                 )
+    else:
+        kept = kept_tokenizer(run) if run else None
+        for text in tokens.parts():
+            refuse_other_end(text, data.separator, kept.end if kept else None)
 
 
 def checked_program(config: Config, this_machine: bool = True) -> Program:

@@ -10,10 +10,11 @@ import pytest
 
 from hpc3d import evaluate as verb
 from hpc3d.checkpoints.hf_export import export
+from hpc3d.checkpoints.run_tokenizer import keep
 from hpc3d.checkpoints.sharded import Checkpoint
 from hpc3d.console.sanitize import Problems
-from hpc3d.data.token_file import write_tokens
-from hpc3d.data.tokenizer import train_bpe
+from hpc3d.data.token_file import open_tokens, write_tokens
+from hpc3d.data.tokenizer import BpeTokenizer, train_bpe
 from hpc3d.runtime import host_memory
 from tests.checkpoints import drawn_models
 from tests.elided import elided
@@ -132,6 +133,28 @@ def test_documents_of_a_sequence_are_separated_as_in_training(tmp_path):
     assert prepared(1, step, *data).plan.config.data.separator == separator
     theirs = prepared(1, tmp_path / "theirs", *data, *documents[:2]).plan.config.data
     assert (theirs.boundaries, theirs.separator) == (True, 0)
+
+
+@pytest.mark.parametrize("separator", [0, None])
+def test_text_with_another_end_token_than_the_model_is_rejected(tmp_path, separator):
+    """A model without a separator takes the one of the first text."""
+    pytest.importorskip("tokenizers")
+    made = train_bpe([TEXT.encode()], 275)
+    (tmp_path / "text.txt").write_text(TEXT)
+    for name, end in (("a", None), ("b", "t")):
+        text = tmp_path / f"{name}.h5"
+        write_tokens(text, [tmp_path / "text.txt"], BpeTokenizer(made.json, end))
+    model = MODEL.replace("vocabulary=256", f"vocabulary={made.vocabulary}")
+    step = drawn_models.saved(tmp_path / "run", f"{model} boundaries=true separator=0")
+    keep(tmp_path / "run", open_tokens(tmp_path / "a.h5"))
+    path, more = step, []
+    if separator is None:
+        export(Checkpoint(step), tmp_path / "theirs")
+        path, more = tmp_path / "theirs", ["--data.boundaries", "true"]
+    files = ["--data", tmp_path / "a.h5"]
+    assert prepared(1, path, *files, *more).plan.config.data.separator == 0
+    with pytest.raises(ValueError, match=r"^--data: \S*b.h5 has .* \(t\), .* end with token 0 "):
+        prepared(1, path, *files, tmp_path / "b.h5", *more)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import threading
 import tomllib
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +24,9 @@ from hpc3d.data.tokenizer import BpeTokenizer, library, train_bpe
 from hpc3d.trace.checks_per_rank import violations
 from hpc3d.training import run_folder
 from tests.data.prepared import TEXT
+from tests.data.test_batches import Numbers
 from tests.mpi import JOB_LOCK, ROOT, checked, mpirun, surroundings
-from tests.runs import losses, newest, said, train, without_progress, words
+from tests.runs import losses, newest, plan_of, said, train, without_progress, words
 from tests.strided import daily, strided
 
 slow = pytest.mark.slow
@@ -192,8 +192,8 @@ def test_file_of_a_mixture_without_ends_of_documents_is_named(tmp_path):
 
 
 def test_separator_of_documents_is_the_end_token_of_the_tokenizer():
-    tokens = SimpleNamespace(vocabulary=300, tokenizer="bpe", mask=lambda: None, end=lambda: 7)
-    tokens.documents, tokens.parts = 1, lambda: [tokens]
+    tokens = Numbers(300)
+    tokens.documents, tokens.end = 1, lambda: 7
     packed = ["--data.boundaries", "true"]
     for more, separator in ((packed, 7), ([*packed, "--data.separator", "5"], 5), ([], None)):
         assert verb._with_vocabulary(load(None, more), tokens).data.separator == separator
@@ -206,9 +206,38 @@ def test_separator_of_documents_is_the_end_token_of_the_tokenizer():
         ):
             verb._with_vocabulary(load(None, more), tokens)
     verb._with_vocabulary(load(None, [*packed, "--data.separator", "5"]), tokens)
+    tokens.length = 5  # no token 5
+    with pytest.raises(ValueError, match=r"^data.path: .* end with token 5 \(data.separator\); "):
+        verb._with_vocabulary(load(None, [*packed, "--data.separator", "5"]), tokens)
     tokens.end = lambda: None
     with pytest.raises(ValueError, match=r"^data.boundaries = true: .* set data.separator to its"):
         verb._with_vocabulary(load(None, packed), tokens)
+
+
+def test_texts_with_another_end_token_than_the_run_are_rejected(tmp_path):
+    """The texts contain the separator, which also is a letter, but end with another token."""
+    pytest.importorskip("tokenizers")
+    made = train_bpe([TEXT.encode()], 275)
+    for name, end in (("a", "t"), ("b", "t"), ("c", None)):
+        (tmp_path / "text.txt").write_text(f"{name} t {TEXT}")
+        write_tokens(
+            tmp_path / f"{name}.h5", [tmp_path / "text.txt"], BpeTokenizer(made.json, end)
+        )
+    paths = {name: str(tmp_path / f"{name}.h5") for name in "abc"}
+    documents = {"data__path": paths["a"], "data__boundaries": "true", "model__vocabulary": 275}
+    run = plan_of(words(tmp_path / "runs", **documents)).folder
+    for text, line in (("b", None), ("c", "token 0 (<|end|>), but documents end with token ")):
+        resumed = verb.read_command_line(1, ["--resume", str(run), "--data.path", paths[text]])
+        validated = verb.read_command_line(
+            1, words(tmp_path, data__validation=paths[text], **documents)
+        )
+        for plan, key in ((resumed, "data.path"), (validated, "data.validation")):
+            if line is None:
+                verb.take_text(plan)
+                continue
+            with pytest.raises(ValueError, match=rf"^{key}: \S*c.h5 ") as refused:
+                verb.take_text(plan)
+            assert line in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,35 @@ def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(bits).permutation(count)
 
 
+def refuse_other_end(text: Tokens, separator: int, trained: int | None = None) -> None:
+    """Raise a one-line ValueError unless the token `separator` ends the documents of `text`.
+
+    `trained` is the end-of-document token of the training text. If `separator` is a different
+    token, the user has chosen it, and `text` only needs to contain it. The text is read only if
+    its own end-of-document token is not `separator`.
+    """
+    end = text.end()
+    if end == separator:
+        wrong = text.documents == 0
+    else:
+        wrong = (end is not None and trained == separator) or not _contains(text, separator)
+    if wrong:
+        found = f"contains no token {separator}"
+        if end not in (None, separator):
+            found = f"has the end-of-document token {end} ({text.end_name or 'default'})"
+        raise ValueError(
+            f"data.path: {text.path} {found}, but documents end with token {separator} "
+            "(data.separator); prepare the text with this end-of-document token "
+            "(python -m hpc3d.prepare --end TOKEN)"
+        )
+
+
+def _contains(text: Tokens, token: int) -> bool:
+    """Return True if `text` contains a token; read the text up to the first one."""
+    starts = range(0, len(text), PIECE)
+    return any((text.read(each, min(each + PIECE, len(text))) == token).any() for each in starts)
+
+
 class ShuffledDocuments:
     """Token ids of a text, with its documents in a random order that depends on the epoch.
 

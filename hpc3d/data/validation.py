@@ -15,7 +15,7 @@ import numpy as np
 
 from hpc3d.console.sanitize import counted
 from hpc3d.data.batches import IGNORE
-from hpc3d.data.documents import permutation
+from hpc3d.data.documents import permutation, refuse_other_end
 from hpc3d.data.mixture import by_key, mixed, refuse_joined, refuse_other_tokenizer
 from hpc3d.data.token_file import Tokens, open_tokens
 from hpc3d.data.tokenizer import END
@@ -56,7 +56,7 @@ class SeparateText(TokenRange):
         with naming_key(key):
             tokens = open_tokens(path)
         super().__init__(tokens, 0, len(tokens))
-        self.path, self.text_bytes = path, tokens.text_bytes
+        self.path, self.text_bytes, self.documents = path, tokens.text_bytes, tokens.documents
 
     def read(self, start: int, stop: int) -> np.ndarray:
         with naming_key(self.key):
@@ -77,11 +77,14 @@ def divided(tokens: Tokens, validation: object) -> tuple[Tokens, list[Tokens]]:
     return mixed(trained, tokens.weights), [mixed(held, tokens.weights)]
 
 
-def separate_texts(paths: Sequence[str | Path], tokens: Tokens) -> list[SeparateText]:
+def separate_texts(
+    paths: Sequence[str | Path], tokens: Tokens, separator: int | None = None
+) -> list[SeparateText]:
     """Open the validation texts at `paths` of a model that is trained on `tokens`.
 
-    Raises a one-line ValueError that begins with data.validation if a text cannot be read, has a
-    different tokenizer, or is listed twice.
+    If `separator` is not `None`, it must end the documents of each text. Raises a one-line
+    ValueError that begins with data.validation if it does not, or if a text cannot be read, has
+    a different tokenizer, or is listed twice.
     """
     with ExitStack() as opened:
         texts: dict[str, SeparateText] = {}
@@ -89,6 +92,8 @@ def separate_texts(paths: Sequence[str | Path], tokens: Tokens) -> list[Separate
             text = opened.enter_context(SeparateText(path, key))
             with naming_key(key):
                 refuse_other_tokenizer(text, tokens.parts()[0])
+                if separator is not None:
+                    refuse_other_end(text, separator, tokens.end())
             if text.sha256 in texts:
                 same = texts[text.sha256].key
                 raise ValueError(f"{key}: {path} has the same tokens as {same}; list it once")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc3d.config.input_file import Config, DataConfig, ModelConfig, TrainConfig
-from hpc3d.data.documents import ShuffledDocuments
+from hpc3d.data.documents import ShuffledDocuments, refuse_other_end
 from hpc3d.data.mixture import Mixture
 from hpc3d.data.token_file import Tokens
 from hpc3d.training.masking import batches_of
@@ -40,6 +40,37 @@ def text(lengths, rest=0):
 def documents(ids):
     """Split ids after each end token."""
     return [each.tolist() for each in np.split(ids, np.flatnonzero(ids == END) + 1) if len(each)]
+
+
+@pytest.mark.parametrize(("own", "separator", "trained", "count", "found"), [
+    (0, 0, 0, 1, None),
+    (0, 0, 0, None, None),  # unknown number of documents
+    (0, 0, 0, 0, "contains no token 0"),
+    (0, 2, 2, 1, "has the end-of-document token 0 (zero)"),
+    (0, 2, 0, 1, None),  # the user chose a token of the text
+    (0, 2, None, 1, None),
+    (0, 9, None, 1, "has the end-of-document token 0 (zero)"),
+    (None, 2, 2, 0, None),
+    (None, 9, 9, 0, "contains no token 9"),
+])  # fmt: skip
+def test_text_whose_documents_end_with_another_token_is_rejected(
+    own, separator, trained, count, found
+):
+    row = text([1, 1])  # 1 0 2 0
+    row.path, row.end_name, row.documents, row.end = "a.h5", "zero", count, lambda: own
+    if found is None:
+        refuse_other_end(row, separator, trained)
+        return
+    with pytest.raises(ValueError, match=r"^data.path: .* --end TOKEN\)$") as refused:
+        refuse_other_end(row, separator, trained)
+    line = f"a.h5 {found}, but documents end with token {separator} (data.separator); prepare"
+    assert line in str(refused.value)
+
+
+def test_separator_is_found_in_any_piece_of_a_text(monkeypatch):
+    monkeypatch.setattr("hpc3d.data.documents.PIECE", 2)
+    for separator in (1, 2, 3):
+        refuse_other_end(text([1, 1, 1]), separator)
 
 
 drawn = st.lists(st.integers(0, 6), max_size=9)
