@@ -172,10 +172,14 @@ def _field(path: Path, line: bytes, number: int, field: str) -> str:
         raise ValueError(f"line {number}: not a JSON object")
     if not isinstance(found.get(field), str):
         keys = ", ".join(key for key, value in found.items() if isinstance(value, str))
-        remedy = f"set --field to one of its text fields: {keys:.200}"
+        remedy = "use a file with text fields"
+        if isinstance(found.get(field), list):
+            remedy = "this field is a list; if it contains chat messages, apply the chat template "
+            remedy += "of the model first, and write the result to a text field"
+        elif keys:
+            remedy = f"set --field to one of its text fields: {keys:.200}"
         raise BadData(
-            f'data.path: {path}: line {number} has no text field "{field:.60}"; '
-            f"{remedy if keys else 'use a file with text fields'}"
+            f'data.path: {path}: line {number} has no text field "{field:.60}"; {remedy}'
         )
     return found[field]
 

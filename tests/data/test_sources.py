@@ -35,6 +35,11 @@ def test_each_json_line_is_a_document(tmp_path, prepared):
         ('{"body": "a"}\n', 'line 1 has no text field "text"; set --field to one ...: body'),
         ("[1]\n", "line 1: not a JSON object"),
         ('{"text": 3}\n', 'line 1 has no text field "text"; use a file with text fields'),
+        (
+            '{"text": [{"role": "user", "content": "a"}], "id": "b"}\n',
+            'line 1 has no text field "text"; this field is a list; if it contains chat messages, '
+            "apply the chat template of the model first, and write the result to a text field",
+        ),
         ('{"text": "a\\u0000"}\n', "line 1: the text contains NUL"),
         (b'{"text": "\xff"}\n', "line 1"),
         (b"\xff\xfe{\0", "line 1"),  # UTF-16
