@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hpc3d.checkpoints.run_tokenizer import of_bytes
@@ -96,6 +96,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     if not size:
         raise ValueError(f"{arguments.texts[0]}: the text is empty; specify another file")
     write_tokens(output, texts, tokenizer, _progress(size), arguments.field)
+    complain("prepare", _assumed_formats(texts))
     _describe(output, arguments.json, seconds=time.perf_counter() - start)
     return 0
 
@@ -224,6 +225,17 @@ def _refuse_others(numbered: Sequence[Path], tokenizer: BpeTokenizer, name: str)
             raise ValueError(
                 f"{path}: its tokenizer {path.with_name('meta.pkl')} differs from the tokenizer "
                 f"{name}; prepare it separately, or remove meta.pkl if it belongs to another file"
+            )
+
+
+def _assumed_formats(texts: Sequence[Path]) -> Iterator[str]:
+    """Yield a line for each .bin file whose format no file in the same folder determines."""
+    for path in texts:
+        index = path.with_suffix(".idx")
+        if path.suffix in BIN and not index.exists() and meta_tokenizer(path) is None:
+            yield (
+                f"{path}: read as uint16 token ids, the format of nanoGPT; for Megatron-LM data, "
+                f"put {index.name}, which contains the document ends, into the same folder"
             )
 
 

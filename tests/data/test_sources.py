@@ -80,7 +80,9 @@ def test_nanogpt_character_ids_are_preserved(tmp_path, prepared, capsys):
     text = "O for a\nMuse of fire, that would ascend"
     expected = nano(tmp_path, text)
     ids, tokenizer, _ = prepared("train.bin")
-    assert ids == expected and "tokenizer   characters\n" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert ids == expected and "tokenizer   characters\n" in printed.out
+    assert "format of nanoGPT" not in printed.err  # meta.pkl determines the format
     assert tokenizer.decode(ids).decode() == text
     assert tokenizer.encode(text.encode()).tolist() == expected
 
@@ -118,13 +120,15 @@ def test_all_nanogpt_files_must_use_the_same_characters(tmp_path, prepared, caps
     assert row(tmp_path / "both.h5", None).tolist() == ids
 
 
-def test_gpt2_ids_require_their_tokenizer(tmp_path, prepared, bpe):
+def test_gpt2_ids_require_their_tokenizer(tmp_path, prepared, bpe, capsys):
     ids = [5, 274, 0, 7]
     np.array(ids, np.uint16).tofile(tmp_path / "train.bin")
     (tmp_path / "tokenizer.json").write_text(bpe.json)
     assert "--tokenizer" in prepared("train.bin")
     assert "not from the tokenizer byte" in prepared("train.bin", "--tokenizer", "byte")
     assert prepared("train.bin", "--tokenizer", str(tmp_path / "tokenizer.json"))[0] == ids
+    line = "train.bin: read as uint16 token ids, the format of nanoGPT; ... put train.idx, which "
+    assert re.search(elided(line), capsys.readouterr().err)
     np.array([5, 300], np.uint16).tofile(tmp_path / "train.bin")
     beyond = prepared("train.bin", "--tokenizer", str(tmp_path / "tokenizer.json"))
     assert f"id 300 is not among the {bpe.vocabulary} ids of the tokenizer" in beyond
