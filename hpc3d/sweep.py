@@ -24,6 +24,7 @@ from hpc3d.studies.sweep_points import MOST_POINTS, SweepPoint, points_of
 
 log = logging.getLogger("hpc3d.sweep")  # here, __name__ is "__main__"
 
+_JOB = Path("jobs", "sweep.sbatch")
 _DESCRIPTION = """\
 Run all points of a parameter study, and tabulate the results. STUDY.toml is an input file with an
 additional table [sweep], which lists the values of some keys:
@@ -115,7 +116,9 @@ def _list(points: Sequence[SweepPoint], folder: Path, words: str) -> None:
     print(f"{counted(len(points), 'point')}, {sum(done)} finished")
     ranks = max(point.ranks for point in points)
     array = f"--array=0-{len(points) - 1} --ntasks={ranks}"
-    print(f"as a job array: sbatch {array} jobs/sweep.sbatch {words}")
+    print(f"as a job array: sbatch {array} {_JOB} {words}")
+    if not _JOB.exists():
+        print(f"{_JOB} is not in this folder: python -m hpc3d.init FOLDER copies it to FOLDER")
 
 
 def _run(points: Sequence[SweepPoint], folder: Path, launcher: Sequence[str]) -> int:

@@ -74,6 +74,16 @@ def test_list_prints_the_points_and_the_job_array(study, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_list_explains_how_to_create_a_missing_job_script(study, capsys, tmp_path, monkeypatch):
+    run = study("[sweep]\nranks = [1, 4]")
+    monkeypatch.chdir(tmp_path)
+    assert run("--list") == 0
+    *_, job, advice = capsys.readouterr().out.splitlines()
+    assert job.startswith("as a job array: sbatch --array=0-1 ")
+    script = "jobs/sweep.sbatch is not in this folder"
+    assert advice == f"{script}: python -m hpc3d.init FOLDER copies it to FOLDER"
+
+
 def test_failed_point_is_reported_and_the_others_are_run(study, capsys, tmp_path):
     run = study(SIMULATED + 'train.dtype = ["float64", "float32"]')
     assert run() == 1
