@@ -214,7 +214,8 @@ def take_text(plan: RunPlan) -> tuple[Tokens, Batches, list[ValidationBatches]]:
             run_tokenizer.refuse_another(run, tokens, config.model)
     plan.config = config = _with_vocabulary(config, tokens, run)
     paths = [package_data.text_path(path) for path in config.data.validation_texts()]
-    separate = separate_texts(paths, tokens, config.data.document_end())
+    with run_tokenizer.advise_tokenizer(run):
+        separate = separate_texts(paths, tokens, config.data.document_end())
     trained, held = divided(tokens, config.data.validation)
     batches, validation = batches_of(config, trained), validations_of(config, separate or held)
     plan.texts = run_text.described(tokens, separate)

@@ -366,9 +366,10 @@ def test_import_compares_the_tokenizer_of_the_text(original, tmp_path, capsys, m
     advice = "a.jsonl -o tokens.h5 --tokenizer"
     code, _, (error,) = call(capsys, "import", "out", "-o", "run", "--data.path", "a.jsonl")
     assert code == 2 and error.endswith(f"{advice} out")
-    plan = read_command_line(1, ["--resume", "ours", "--data.path", "a.jsonl"])
-    with pytest.raises(ValueError, match=f"{advice} {plan.resumed}$"):
-        take_text(plan)
+    for key in ("--data.path", "--data.validation"):
+        plan = read_command_line(1, ["--resume", "ours", key, "a.jsonl"])
+        with pytest.raises(ValueError, match=f"{advice} {plan.resumed}$"):
+            take_text(plan)
 
 
 def test_import_rejects_a_text_with_a_larger_vocabulary(original, tmp_path, capsys):
