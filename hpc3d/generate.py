@@ -30,6 +30,7 @@ from hpc3d.config.argument_types import integer, positive, real
 from hpc3d.config.familiar_names import foreign_options
 from hpc3d.console.command_line import Parser, RootParser, split_options
 from hpc3d.console.exit_codes import INTERRUPTED, JobExit
+from hpc3d.console.sanitize import counted
 from hpc3d.runtime import environment, launch
 
 if TYPE_CHECKING:
@@ -132,7 +133,13 @@ def _prepare(job: Job, words: Sequence[str]) -> _Reading:
     text = os.fsencode(options.prompt)
     if options.prompt == "-":
         text = standard_input(environment.number_in(environment.WORLD_RANKS, default=0) > 0)
-    prompt, window = model.prompt(text), config.model.sequence
+    ids, window = model.prompt(text), config.model.sequence
+    prompt = model.last_document(ids)
+    if len(prompt) < len(ids):
+        job.complain(
+            f"the model reads only the last {counted(len(prompt), 'token')} of the prompt, "
+            f"because token {model.separator} ends a document (data.boundaries = true)"
+        )
     if len(prompt) > window:
         line = f"the prompt has {len(prompt)} tokens, of which the model reads the last {window}"
         job.complain(line)

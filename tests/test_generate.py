@@ -84,12 +84,20 @@ def test_prompt_longer_than_the_window_is_reported_as_truncated(run):
     assert "the prompt has 200 tokens, of which the model reads the last" in done.stderr
 
 
+LAST_DOCUMENT = (
+    "hpc3d.generate: the model reads only the last 3 tokens of the prompt, because token 10 ends "
+    "a document (data.boundaries = true)"
+)
+
+
 def test_prompt_that_ends_a_document_starts_a_new_one(tmp_path):
     """The first new token is the prompt of the second call."""
     drawn_models.saved(tmp_path, f"schedule=none {MODEL} boundaries=true separator=10")
 
     def tokens(prompt):
         done = alone(*words(tmp_path, "--temperature", 0, "--json", prompt=prompt, tokens=6))
+        reported = [line for line in said(done) if "reads only the last" in line]
+        assert reported == ([LAST_DOCUMENT] if prompt == "a\nab\n" else [])
         return json.loads(done.stdout.splitlines()[-1])["samples"][0]["tokens"]
 
     first, *others = tokens("ab\n")

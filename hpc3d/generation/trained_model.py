@@ -86,7 +86,7 @@ class TrainedModel(NamedTuple):
         return -1 if found is None else found
 
     def prompt(self, text: bytes) -> np.ndarray:
-        """Return the token ids of the last document of a prompt as an int64 array.
+        """Return the token ids of a prompt as an int64 array.
 
         Special tokens of the tokenizer are recognized in the text, as in `transformers`.
         Raises ValueError if the prompt cannot be encoded.
@@ -112,6 +112,10 @@ class TrainedModel(NamedTuple):
                 f"--prompt contains token {ids.max()}, but the model's vocabulary has {known} "
                 f"tokens; use the {_TOKENIZER} that the model was trained with"
             )
+        return ids
+
+    def last_document(self, ids: np.ndarray) -> np.ndarray:
+        """Return the token ids of the last document of a prompt, including its separator."""
         ends = np.flatnonzero(ids[:-1] == self.separator)
         return ids[ends[-1] + 1 :] if len(ends) else ids
 
