@@ -176,7 +176,7 @@ def test_tokenizer_with_a_mask_token_adds_no_vocabulary(tmp_path):
         verb.take_text(plan)
 
 
-def test_file_of_a_mixture_without_ends_of_documents_is_named(tmp_path):
+def test_file_without_ends_of_documents_is_named(tmp_path):
     pytest.importorskip("tokenizers")
     made = train_bpe([TEXT.encode()], 275)
     (tmp_path / "a.txt").write_text(TEXT)
@@ -188,6 +188,12 @@ def test_file_of_a_mixture_without_ends_of_documents_is_named(tmp_path):
         1, words(tmp_path, data__path=paths, data__boundaries="true", model__vocabulary=275)
     )
     with pytest.raises(ValueError, match=r"^data.boundaries = true: \S*b\.h5 contains no end"):
+        verb.take_text(plan)
+    more = {"data__boundaries": "true", "data__validation": tmp_path / "b.h5"}
+    plan = verb.read_command_line(
+        1, words(tmp_path, data__path=tmp_path / "a.h5", model__vocabulary=275, **more)
+    )
+    with pytest.raises(ValueError, match=r"^data.validation: \S*b\.h5 contains no token 0, but "):
         verb.take_text(plan)
 
 

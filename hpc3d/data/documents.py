@@ -35,7 +35,7 @@ def refuse_other_end(text: Tokens, separator: int, trained: int | None = None) -
             found = f"has the end-of-document token {end} ({text.end_name or 'default'})"
         raise ValueError(
             f"data.path: {text.path} {found}, but documents end with token {separator} "
-            "(data.separator); prepare the text with this end-of-document token "
+            "(data.separator); use a text whose documents end with this token "
             "(python -m hpc3d.prepare --end TOKEN)"
         )
 

@@ -63,7 +63,7 @@ def test_text_whose_documents_end_with_another_token_is_rejected(
         return
     with pytest.raises(ValueError, match=r"^data.path: .* --end TOKEN\)$") as refused:
         refuse_other_end(row, separator, trained)
-    line = f"a.h5 {found}, but documents end with token {separator} (data.separator); prepare"
+    line = f"a.h5 {found}, but documents end with token {separator} (data.separator); use a text"
     assert line in str(refused.value)
 
 
