@@ -20,7 +20,7 @@ from hpc3d.trace.reader import Trace
 
 SIZES = ("train.batch", *(f"model.{key}" for key in ("layers", "hidden", "heads", "sequence")))
 _TRAIN = ("train.batch", "train.dtype", "train.optimizer")
-WORK, LAYOUT, EXECUTION = "work", "layout", "how it runs"
+WORK, LAYOUT, EXECUTION = "workload", "layout", "execution"
 _GROUPS = {  # dict from configuration section to group; the section of top-level keys is ""
     **dict.fromkeys(("", "model", "data", "torch", "train"), WORK),
     **dict.fromkeys(("mesh", "parallel"), LAYOUT),

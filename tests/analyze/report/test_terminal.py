@@ -61,7 +61,7 @@ def test_summary_has_a_line_per_group_of_differing_keys(found):
     keys = {f"train.{letter}": "1 in one; 2 in other" for letter in "abcdefgh"}
     said = lines(both._replace(notes=[], differing={"work": keys, "layout": {}}))
     short = ", ".join([*keys][:6])
-    assert said[1] == f"work differs: {short} and 2 more" and "layout differs" not in str(said)
+    assert said[1] == f"workload differs: {short} and 2 more" and "layout differs" not in str(said)
 
 
 def test_summary_of_one_step_has_no_spread_and_no_straggler(found):
