@@ -213,8 +213,8 @@ class Search:
         c, e = (mesh.c, mesh.e) if mesh else (1, 1)
         base = with_context(self.base, c, "ring", 1)
         base = replace(base, mesh=replace(base.mesh, e=e))
-        sizes = base.model.layers, base.train.batch
-        for each in layouts.meshes(self.ranks // (c * e), *sizes, self.schemes):
+        ranks, layers = self.ranks // (c * e), base.model.layers
+        for each in layouts.meshes(ranks, layers, base.train.batch, self.schemes):
             if mesh and each[:2] != (mesh.p, mesh.d):
                 continue
             config = layouts.with_mesh(base, each, self.schemes)

@@ -59,7 +59,7 @@ def test_summary_of_several_runs_has_a_line_per_run(found):
 def test_summary_has_a_line_per_group_of_differing_keys(found):
     *_, both = found
     keys = {f"train.{letter}": "1 in one; 2 in other" for letter in "abcdefgh"}
-    said = lines(both._replace(notes=[], differing={"work": keys, "layout": {}}))
+    said = lines(both._replace(notes=[], differing={"workload": keys, "layout": {}}))
     short = ", ".join([*keys][:6])
     assert said[1] == f"workload differs: {short} and 2 more" and "layout differs" not in str(said)
 
