@@ -74,6 +74,8 @@ def parser() -> Parser:
     add("--field", "--column", default="text", metavar="NAME", help=text)
     add("--tokenizer", metavar="byte|bpe|gpt2|FILE", help=_TOKENIZERS)
     add("--end", metavar="TOKEN", help="end-of-document token (default: set by the tokenizer)")
+    text = "recognize special tokens in the texts, such as the <|im_start|> of a chat"
+    add("--special-tokens", action="store_true", help=text)
     text = f"vocabulary size of bpe (default: {_BPE_VOCABULARY}); byte has "
     text += f"{ByteTokenizer.vocabulary} tokens"
     add("--vocabulary", type=int, metavar="N", help=text)
@@ -92,6 +94,8 @@ def prepare(arguments: argparse.Namespace) -> int:
     texts = [text for path in paths for text in text_files(path, f"a {_SOURCES}")]
     _refuse_repeated(texts)
     tokenizer = _make_tokenizer(arguments, texts)
+    if isinstance(tokenizer, BpeTokenizer):
+        tokenizer.special = arguments.special_tokens
     size = sum(text.stat().st_size for text in texts)
     if not size:
         raise ValueError(f"{arguments.texts[0]}: the text is empty; specify another file")
@@ -136,6 +140,8 @@ def _new_file(arguments: argparse.Namespace) -> Path:
         problems.append(
             f"--end {end}: the end token of the tokenizer {name} is fixed; leave --end out"
         )
+    if arguments.special_tokens and arguments.tokenizer in (None, "byte", "bpe"):
+        problems.append("--special-tokens needs the tokenizer of a model; set --tokenizer FILE")
     problems += [
         f"{path} is already a token file; specify texts, or train on this file"
         for path in arguments.texts

@@ -117,9 +117,10 @@ class BpeTokenizer:
     the end-of-document token, and `end` its id.  The default is the first token in ENDS that is in
     the vocabulary.  Both are `None` if there is no such token.  `fallback` contains the ids of the
     tokens <0x00> to <0xFF>, which encode the UTF-8 bytes of characters outside the vocabulary.
+    `special` selects whether `encode_batch` recognizes special tokens in documents.
     """
 
-    name = "bpe"
+    name, special = "bpe", False
 
     def __init__(self, text: str, end_name: str | None = None) -> None:
         """Load a tokenizer from its JSON text.
@@ -156,9 +157,12 @@ class BpeTokenizer:
         return np.array(ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Encode texts on all cores; return one array of ids per text, without special tokens."""
+        """Encode texts on all cores; return one array of ids per text.
+
+        No special tokens are added. Those in the texts are recognized if `special` is true.
+        """
         several = [text.decode() for text in texts]
-        with self._encoding(texts):
+        with self._encoding(texts, self.special):
             found = self._tokenizer.encode_batch_fast(several, add_special_tokens=False)
         return [np.array(each.ids, np.uint32) for each in found]
 

@@ -111,6 +111,17 @@ def test_token_file_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
     assert code == 2 and f"--end {end}: the end token of the tokenizer byte is fixed" in error
 
 
+def test_special_tokens_of_texts_are_recognized_on_request(capsys, tmp_path, bpe, output):
+    (tmp_path / "chat.txt").write_text(f"the rain{bpe.end_name}the rain")
+    (tmp_path / "tokenizer.json").write_text(bpe.json)
+    words = (tmp_path / "chat.txt", "-o", output, "--force", "--tokenizer", tmp_path)
+    found = []
+    for option in ([], ["--special-tokens"]):
+        assert call(capsys, *words, *option)[0] == 0
+        found.append([*row(output, bpe.name)].count(bpe.end))
+    assert found == [1, 2]
+
+
 def test_run_folder_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
     """A run with the byte tokenizer has no tokenizer.json."""
     for tokenizer in (ByteTokenizer(), bpe):
@@ -180,6 +191,7 @@ def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, outpu
         ([".", "text.txt", "-o", "new.h5"], "/text.txt is listed twice; "),
         (["empty.txt", "-o", "new.h5"], "empty.txt: the text is empty"),
         (["text.txt", "-o", "new.h5", "--end", "x"], "--end x: "),
+        (["text.txt", "-o", "new.h5", "--special-tokens"], "needs the tokenizer of a model; set "),
         (["--verify", "none.h5"], "none.h5: "),
         (["text.txt", "--verify", "old.h5"], "TEXT or -o; leave"),
     ],

@@ -84,6 +84,8 @@ def test_special_tokens_are_recognized_only_on_request(bpe):
     assert ids == loaded.encode(text.decode()).ids
     assert {*special} < {*ids}
     (batch,) = tokenizer.encode_batch([text])
+    tokenizer.special = True
+    assert [each.tolist() for each in tokenizer.encode_batch([text])] == [ids]
     for plain in (batch, tokenizer.encode(text)):
         assert not {*special} & {*plain.tolist()} and tokenizer.decode(plain) == text
 
