@@ -240,7 +240,7 @@ def _report(
     vocabulary = ranking.search.estimator.vocabulary
     settled = replace(best[0].config, model=replace(config.model, vocabulary=vocabulary))
     if options.apply:
-        _apply(options.apply, config, best[0].config, options.ranks)
+        _apply(options, config, best[0].config)
     machine = ranking.machine.name
     named_machine = machine_in_words(machine, options.machine)
     print(f"{counted(options.ranks, 'rank')} of {named_machine}, {gigabytes(memory)} each")
@@ -314,16 +314,20 @@ def _here(mesh: MeshConfig) -> str:
     return f"p={mesh.p} d={mesh.d}{others} as in the input"
 
 
-def _apply(path: Path | str, config: Config, planned: Config, ranks: int) -> None:
-    """Write the input file `path` with the mesh and parallel settings of the planned layout."""
+def _apply(options: Namespace, config: Config, planned: Config) -> None:
+    """Write the input file of --apply with the mesh and parallel settings of the planned layout.
+
+    Its first line is a comment with the command that trains with the file.
+    """
     from hpc3d.config.load import load
     from hpc3d.config.resolve import resolve
     from hpc3d.console.small_files import naming
     from hpc3d.predict.planning.planned_layouts import input_with
 
-    with naming(path):
-        Path(path).write_text(input_with(config, planned), encoding="utf-8")
-    resolve(load(path, []), ranks)
+    text = f"# {sanitized(_train_command(options))}\n{input_with(config, planned)}"
+    with naming(options.apply):
+        Path(options.apply).write_text(text, encoding="utf-8")
+    resolve(load(options.apply, []), options.ranks)
 
 
 def show(

@@ -194,7 +194,8 @@ def test_written_layout_of_a_run_resumes_the_run(capsys, tmp_path):
         path = tmp_path / f"{number}.toml"
         code, out, _ = plan(capsys, str(run), "--ranks", "1", "--apply", str(path))
         assert code == 0 and load(path, [])
-        assert out.endswith(f"\nmpirun -np 1 python -m hpc3d.train {path}{resume}\n")
+        command = f"mpirun -np 1 python -m hpc3d.train {path}{resume}"
+        assert out.endswith(f"\n{command}\n") and path.read_text().startswith(f"# {command}\n")
         (run / "checkpoints" / "step-00000001").mkdir(parents=True, exist_ok=True)
 
 
