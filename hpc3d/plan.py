@@ -411,11 +411,11 @@ def _because(reason: str, row: RankedLayout) -> str:
     kind, _, axis = reason.partition(" ")
     again = written("recompute", row.config.parallel.recompute)
     texts = {
-        "memory": lambda: f"do not fit: {held(row)}",
-        "bubble": lambda: f"have a larger pipeline bubble: {row.bubble:.1%}",
-        "compute": lambda: "have more compute time: smaller GEMMs, or a larger optimizer update",
-        "recompute": lambda: f"have more compute time ({again})",
-        "axis": lambda: f"wait longer on axis {axis}: {readable_time(row.waits[axis])}",
+        "memory": lambda: f"insufficient memory: {held(row)}",
+        "bubble": lambda: f"larger pipeline bubble: {row.bubble:.1%}",
+        "compute": lambda: "longer computation: smaller GEMMs, or a larger optimizer update",
+        "recompute": lambda: f"longer computation ({again})",
+        "axis": lambda: f"longer waits on axis {axis}: {readable_time(row.waits[axis])}",
     }
     seconds = "~" * (not row.simulated) + readable_time(row.seconds)
     return f"{texts[kind]()}; {seconds} {shown_layout(row.config)}".rstrip()
