@@ -163,7 +163,9 @@ def write(
         (folder / f"summary.{each}").unlink(missing_ok=True)
     if across := _across(summary, names):
         save(sized(partial(_figure, summary, names, across), width), folder / "summary", formats)
-    missing = "" if across else "\nno figure: no numeric axis with several values"
+    missing = (
+        "" if across else "\nno figure: the finished points have one value of each numeric axis"
+    )
     return markdown(fields, shown, escape=str) + missing
 
 
