@@ -22,7 +22,7 @@ from tests.elided import elided
         ("steps", "steps: ... train.steps?"),
         ("run.name", "run.name: ... name?"),
         ("modell", "modell: ... model?"),
-        ("run.qqq", "run.qqq: ... out, signal, ..."),
+        ("run.qqq", "run.qqq: ... out, label, signal, ..."),
     ],
 )
 def test_unknown_key_error_suggests_the_full_name(option, line):

@@ -142,13 +142,13 @@ def test_one_rank_reports_all_positions_and_the_job_ends(watched, tmp_path):
             dog.end()
     facts = (
         "... 20 s: rank 2 silent: ...; rank 1 outside ... step 4: ...; rank 0 in all_gather "
-        f"along x (call 812, 98304 bytes) of step 4; ... {tmp_path}/watchdog"
+        f"along x (call 812, 98,304 bytes) of step 4; ... {tmp_path}/watchdog"
     )
     assert re.fullmatch(elided(facts), *dogs[0].job.said)
     assert not dogs[1].job.said
     report = (tmp_path / "watchdog" / "rank-00000.txt").read_text()
     assert re.match(
-        elided("in all_gather along x (call 812, 98304 bytes) ... 4\nfor 21.0 s"), report
+        elided("in all_gather along x (call 812, 98,304 bytes) ... 4\nfor 21.0 s"), report
     )
     assert "x: ranks 0: 1 call, 1 done\n" in report
     assert "in second" in report
