@@ -411,7 +411,7 @@ def _because(reason: str, row: RankedLayout) -> str:
     kind, _, axis = reason.partition(" ")
     again = written("recompute", row.config.parallel.recompute)
     texts = {
-        "memory": lambda: f"insufficient memory: {held(row)}",
+        "memory": lambda: f"memory limit exceeded: {held(row)}",
         "bubble": lambda: f"larger pipeline bubble: {row.bubble:.1%}",
         "compute": lambda: "longer computation: smaller GEMMs, or a larger optimizer update",
         "recompute": lambda: f"longer computation ({again})",

@@ -153,8 +153,7 @@ def test_options_of_other_programs_suggest_ours():
         "--start: unknown option; use --prompt",
         "--max-new-tokens: unknown option; use --tokens",
         "--top_k: unknown option; use --top-k",
-        "--do_sample: unknown option; tokens are sampled unless you set --temperature 0, greedy "
-        "decoding",
+        "--do_sample: unknown option; tokens are sampled; use --temperature 0 for greedy decoding",
     ]
 
 

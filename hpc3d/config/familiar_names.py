@@ -158,7 +158,7 @@ _OF_GENERATION = {  # options of other programs that generate text -> advice
     "num_return_sequences num_samples n_samples": "use --samples",
     "top_k": "use --top-k",
     "top_p": "use --top-p",
-    "do_sample greedy": "tokens are sampled unless you set --temperature 0, greedy decoding",
+    "do_sample greedy": "tokens are sampled; use --temperature 0 for greedy decoding",
     "start text": "use --prompt",
     "init_from out_dir load model model_name_or_path": (
         "give the run or the model as the first argument, RUN_DIR or FOLDER"
