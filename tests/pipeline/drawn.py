@@ -10,12 +10,13 @@ from math import prod
 from hypothesis import strategies as st
 
 from hpc3d.model.families import FAMILIES, kinds_with
+from hpc3d.model.qkv.query_norm import HeadNorm
 from hpc3d.pipeline.schedule import SCHEDULES
 from hpc3d.tensor.split import SCHEMES
 
 RANKS = 8
-RATES = {
-    "sgd": 0.5,
+RATES = {  # at which few steps increase rounding errors less than 1,000-fold
+    "sgd": 0.1,
     "adamw": 0.01,
     "adamw-8bit": 0.01,
     "lion": 0.002,
@@ -80,13 +81,22 @@ def rendered(words):
     return " ".join(f"{key}={shlex.quote(str(value))}" for key, value in words.items())
 
 
+def widths_of(family):
+    """Return the widths of heads of a family.
+
+    The norm of two features is nearly a sign: rounding grows by a factor of 1e7 in four steps.
+    """
+    narrow = [] if family.query_norm is HeadNorm else [2]
+    return [*narrow, 4] if family.rotary else [2, 1, 4]
+
+
 @st.composite
 def models(draw):
     """Draw the words of a model, its optimizer and its number types."""
     kind = draw(st.sampled_from([*FAMILIES]))
     rotary = FAMILIES[kind].rotary
     hidden = draw(st.sampled_from([24, 48, 12, 20]))
-    width = draw(st.sampled_from([2, 4] if rotary else [2, 1, 4]))
+    width = draw(st.sampled_from(widths_of(FAMILIES[kind])))
     sequence = draw(st.sampled_from([*SEQUENCES]))
     words = {
         "kind": kind,
@@ -150,6 +160,7 @@ def family_keys(draw, kind):
         for key, (values, rate) in OF_FAMILIES.items()
         if kind in kinds_with(key) and draw(rate)
         for value in [draw(st.sampled_from(values))]
+        if key != "head_dim" or value != 2 or 2 in widths_of(FAMILIES[kind])
     }
 
 
