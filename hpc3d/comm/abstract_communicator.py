@@ -81,13 +81,8 @@ class AbstractCommunicator(Communicator):
 
     def _all_gather(self, block):
         whole = self.shared(self.like(block, (self.size * len(block), *block.shape[1:])))
-        sent = [] if self._of_node else [block]  # a device reads the block during the call
-
-        def finish():
-            sent.clear()
-            return whole
-
-        return Pending(finish)
+        sent = None if self._of_node else block  # a device reads the block during the call
+        return Pending(lambda sent=sent: whole)
 
     def _reduce_scatter(self, block):
         copy, rows = self.placed(block), block.shape[0] // self.size
@@ -115,14 +110,8 @@ class AbstractCommunicator(Communicator):
         return Pending(lambda copy=copy: total)
 
     def _all_to_all(self, block):
-        mixed, sent = self.like(block, block.shape), [block]
-
-        def finish():
-            if self.pool.on_device:
-                sent.clear()
-            return mixed
-
-        return Pending(finish)
+        mixed = self.like(block, block.shape)
+        return Pending(lambda sent=block: mixed)
 
     def _send(self, block, peer):
         return Pending(lambda block=block: block)

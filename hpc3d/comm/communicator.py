@@ -90,8 +90,13 @@ class Pending:
         self.finish = finish
 
     def wait(self) -> Any:
-        """Complete the call and return the block. Must be called only once."""
-        return self.finish()
+        """Complete the call, release the block that it sent, and return the result.
+
+        Must be called only once.
+        """
+        finish = self.finish
+        del self.finish
+        return finish()
 
     def then(self, function: Callable[[Any], Any]) -> Pending:
         """Return a `Pending` whose `wait()` returns `function(block)`."""

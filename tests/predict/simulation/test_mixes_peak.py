@@ -58,6 +58,7 @@ d=4 shard=2 zero=3 dtype=float32 microbatches=2 local_steps=1 sync=stale steps=4
 """.strip().splitlines()
 
 OF_MPI = (
+    "dtype=float32 c=2 d=2 zero=3 microbatches=2 sequence=4",
     "dtype=float32 d=2 x=2 zero=2 microbatches=2 keep_dtype=bfloat16",
     "dtype=float32 d=2 x=2 zero=1 reduce_dtype=bfloat16",
 )
