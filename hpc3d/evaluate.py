@@ -1,6 +1,7 @@
 """Measure the loss of a trained model on held-out text.
 
-    mpirun -np N python -m hpc3d.evaluate RUN_DIR|CHECKPOINT|FOLDER --data FILE ... [--batches B]
+    python -m hpc3d.evaluate RUN_DIR|CHECKPOINT|FOLDER --data FILE ... [--batches B] [--launch N]
+    mpirun -np N python -m hpc3d.evaluate RUN_DIR|CHECKPOINT|FOLDER --data FILE ...
 
 RUN_DIR is a run folder, whose newest complete checkpoint is used. FOLDER is a Hugging Face
 Transformers model: config.json and safetensors files. Nothing is trained, and no optimizer state
@@ -25,14 +26,15 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from math import isfinite, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.config.argument_types import Joined, positive
+from hpc3d.config.argument_types import Joined, number_of_ranks, positive, ranks_taken
 from hpc3d.console.command_line import Parser, RootParser, split_options
 from hpc3d.console.sanitize import sanitized
-from hpc3d.runtime import launch
+from hpc3d.runtime import launch, mpi_launcher
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -67,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [*(sys.argv[1:] if argv is None else argv)]
     if {"-h", "--help"} & {*words}:
         return launch.show_help("evaluate", parser().print_help)
-    return launch.run("evaluate", lambda job: evaluate(job, words))
+    wanted = partial(ranks_taken, words, "--launch")
+    return mpi_launcher.run("evaluate", words, lambda job: evaluate(job, words), wanted)
 
 
 def evaluate(job: Job, words: list[str]) -> None:
@@ -281,6 +284,7 @@ def parser() -> Parser:
     text = "maximum number of batches per file, drawn with a fixed seed (default: all)"
     add("--batches", type=positive, metavar="B", help=text)
     add("--json", action="store_true", help="print one JSON object on the last line")
+    add("--launch", type=number_of_ranks, metavar="N", help=mpi_launcher.LAUNCH_HELP)
     return command
 
 

@@ -1,6 +1,6 @@
 """Continue a text with a trained model.
 
-    python -m hpc3d.generate RUN_DIR|FOLDER --prompt TEXT|- [--tokens N] [--temperature 0] ...
+    python -m hpc3d.generate RUN_DIR|FOLDER --prompt TEXT|- [--tokens N] [--launch N] ...
     mpirun -np N python -m hpc3d.generate RUN_DIR|FOLDER --prompt TEXT [--section.key value ...]
 
 RUN_DIR is a checkpoint, or a run folder, whose newest complete checkpoint is used. FOLDER is a
@@ -23,15 +23,16 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc3d.config.argument_types import integer, positive, real
+from hpc3d.config.argument_types import integer, number_of_ranks, positive, ranks_taken, real
 from hpc3d.config.familiar_names import foreign_options
 from hpc3d.console.command_line import Parser, RootParser, split_options
 from hpc3d.console.exit_codes import INTERRUPTED, JobExit
 from hpc3d.console.sanitize import counted
-from hpc3d.runtime import environment, launch
+from hpc3d.runtime import environment, launch, mpi_launcher
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -91,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [*(sys.argv[1:] if argv is None else argv)]
     if {"-h", "--help"} & {*words}:
         return launch.show_help("generate", parser().print_help)
-    return launch.run("generate", lambda job: generate(job, words))
+    wanted = partial(ranks_taken, words, "--launch")
+    return mpi_launcher.run("generate", words, lambda job: generate(job, words), wanted)
 
 
 def generate(job: Job, words: list[str]) -> None:
@@ -222,6 +224,7 @@ def parser() -> Parser:
     text = "number of continuations (default: 1)"
     add("--samples", type=integer(1, _MOST_SAMPLES), default=1, help=text)
     add("--json", action="store_true", help="print one JSON object on the last line")
+    add("--launch", type=number_of_ranks, metavar="N", help=mpi_launcher.LAUNCH_HELP)
     return command
 
 

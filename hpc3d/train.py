@@ -31,9 +31,7 @@ continue with --resume.
 
 from __future__ import annotations
 
-import os
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -41,10 +39,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from hpc3d.config.argument_types import number_of_ranks
-from hpc3d.console.command_line import positional, run, taken
+from hpc3d.config.argument_types import ranks_taken
+from hpc3d.console.command_line import positional, taken
 from hpc3d.console.sanitize import counted, sanitized
-from hpc3d.runtime import environment, host_memory, launch, mpi_launcher
+from hpc3d.runtime import environment, launch, mpi_launcher
 
 if TYPE_CHECKING:
     from hpc3d.comm.device_setup import Hardware
@@ -56,68 +54,27 @@ if TYPE_CHECKING:
     from hpc3d.runtime.job import Job
     from hpc3d.training.run_loop import RunningJob, RunPlan
 
-_LEAST_OF_RANK = 32 << 20  # lower bound on the memory of a rank, in bytes
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = [*(sys.argv[1:] if argv is None else argv)]
     if {"-h", "--help"} & {*words}:
         return launch.show_help("train", lambda: explain(words))
-    if any(word.partition("=")[0] == "--launch" for word in words):
-        if environment.number_in(environment.OWN_RANK, default=0):
-            return 0  # the launcher would kill rank 0 before it reports that --launch is wrong
-        if code := run("train", lambda: _start_ranks(words), patient=False):
-            return code
-    return launch.run("train", lambda job: train(job, words))
+    return mpi_launcher.run(
+        "train",
+        words,
+        lambda job: train(job, words),
+        lambda: _wanted(words),
+        lambda ranks: read_command_line(ranks, [*words]),
+    )
 
 
-def _start_ranks(words: list[str]) -> None:
-    """Replace this process by the launcher of the ranks that `--launch N` in `words` requests.
-
-    The option is removed from `words`. The function returns if this process can continue as the
-    only rank, and for a dry run.
-
-    Raises
-    ------
-    ValueError
-        If N is not a number of ranks, or this machine has too little memory for them, or a
-        launcher has already started ranks or is missing, or the other options are invalid.
-    """
-    ranks = _ranks(taken(words, "--launch"), "--launch")
-    started = environment.number_in(environment.WORLD_RANKS[:3], default=1)
-    if started > 1:
-        raise ValueError(
-            f"--launch {ranks}: a launcher has already started {started} ranks; use either "
-            "mpirun -np N or --launch N"
-        )
-    if "--dry-run" in words:
-        words += ["--ranks", str(ranks)]
-        return
-    most = host_memory.total() // _LEAST_OF_RANK
-    if ranks and ranks > most:
-        raise ValueError(
-            f"--launch {ranks}: the memory of this machine suffices for at most "
-            f"{counted(most, 'rank')}; use fewer ranks, or mpirun with the hosts of a cluster"
-        )
-    if command := mpi_launcher.launch_command(ranks):
-        read_command_line(ranks, [*words])  # report an error before any rank starts
-        mpi_launcher.filter_standard_error()
-        command += [sys.executable, "-m", "hpc3d.train", *words]
-        os.execve(command[0], command, {**mpi_launcher.launch_settings(), **os.environ})
-
-
-def _ranks(given: str | None, option: str) -> int | None:
-    """Return the number of ranks that was `given` for an option, or None.
-
-    Raises
-    ------
-    ValueError
-        If it is not a valid number of ranks.
-    """
-    try:
-        return None if given is None else number_of_ranks(given)
-    except ArgumentTypeError as error:
-        raise ValueError(f"{option} {error}") from None
+def _wanted(words: list[str]) -> int:
+    """Remove `--launch N` from `words` and return N, or 1 for a dry run, which starts no ranks."""
+    ranks = ranks_taken(words, "--launch")
+    if "--dry-run" not in words:
+        return ranks
+    words += ["--ranks", str(ranks)]
+    return 1
 
 
 def train(job: Job, words: list[str]) -> None:
@@ -411,7 +368,7 @@ def rehearse(ranks: int, words: list[str]) -> None:
     from hpc3d.predict.dry_run import dry_run
 
     words = [word for word in words if word != "--dry-run"]
-    asked_for, machine = _ranks(taken(words, "--ranks"), "--ranks"), taken(words, "--machine")
+    asked_for, machine = ranks_taken(words, "--ranks"), taken(words, "--machine")
     plan = read_command_line(asked_for or (ranks if ranks > 1 else None), words)
     _, batches, _ = take_text(plan)
     checked_program(plan.config, this_machine=machine is None)

@@ -73,6 +73,14 @@ def mpirun(*arguments, meanwhile=lambda: None, **how):
     return done
 
 
+def launching(*arguments):
+    """Run `python ARGUMENTS`, whose option --launch starts ranks; return a CompletedProcess."""
+    command = [sys.executable, *map(str, arguments)]
+    how = {"env": os.environ | surroundings(), "capture_output": True, "text": True}
+    with JOB_LOCK:
+        return subprocess.run(command, cwd=ROOT, check=False, timeout=250, **how)
+
+
 def launch(ranks, *arguments, timeout=250, cwd=None, environment=None, program=sys.executable):
     """Run `mpirun -np ranks python ARGUMENTS`, or another `program`. A hang is a failure, and the
     process group is killed.

@@ -18,7 +18,7 @@ from hpc3d.data.tokenizer import BpeTokenizer, train_bpe
 from hpc3d.runtime import host_memory
 from tests.checkpoints import drawn_models
 from tests.elided import elided
-from tests.mpi import checked, mpirun
+from tests.mpi import checked, launching
 from tests.runs import said
 
 # Sequences of 8 tokens divide over c=2, and 12 heads over x=2 y=2.
@@ -160,7 +160,7 @@ def test_text_with_another_end_token_than_the_model_is_rejected(tmp_path, separa
 @pytest.mark.slow
 def test_ranks_reject_invalid_input_together(run):
     for more in (["--mesh.x", 4], ["--data", "none.txt"], ["--batches", 0]):
-        done = mpirun(2, *words(run, *more))
+        done = launching(*words(run, "--launch", 2, *more))
         assert (done.returncode, done.stdout, len(said(done))) == (2, "", 1)
 
 

@@ -16,7 +16,7 @@ from hpc3d.console.sanitize import Problems
 from hpc3d.generate import parser
 from tests.checkpoints import drawn_models
 from tests.elided import elided
-from tests.mpi import JOB_LOCK, mpirun, started
+from tests.mpi import JOB_LOCK, launching, mpirun, started
 from tests.runs import said
 from tests.strided import strided
 
@@ -215,9 +215,9 @@ def test_mixture_generates_the_same_text_from_run_export_and_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_without_a_layout_use_the_best_one_and_reject_together(run, expected, tmp_path):
-    done = mpirun(4, *words(run))
+    done = launching(*words(run, "--launch", 4))
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
-    done = mpirun(3, *words(tmp_path / "none"))
+    done = launching(*words(tmp_path / "none", "--launch", 3))
     assert done.returncode == 2 and len(said(done)) == 1
 
 

@@ -25,7 +25,7 @@ from hpc3d.trace.checks_per_rank import violations
 from hpc3d.training import run_folder
 from tests.data.prepared import TEXT
 from tests.data.test_batches import Numbers
-from tests.mpi import JOB_LOCK, ROOT, checked, mpirun, surroundings
+from tests.mpi import ROOT, checked, launching, mpirun
 from tests.runs import losses, newest, plan_of, said, train, without_progress, words
 from tests.strided import daily, strided
 
@@ -290,10 +290,7 @@ def test_launch_replaces_this_process_by_the_launcher(monkeypatch):
 
 def test_launch_prints_only_the_error_of_hpc3d(tmp_path):
     options = words(tmp_path, data__path=tmp_path / "missing.txt", mesh__d=2)
-    command = [sys.executable, "-m", "hpc3d.train", "--launch", "2", *options]
-    how = {"env": os.environ | surroundings(), "text": True, "timeout": 250}
-    with JOB_LOCK:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, **how)
+    done = launching("-m", "hpc3d.train", "--launch", 2, *options)
     (line,) = without_progress(done.stderr).splitlines()
     assert line.startswith(f"hpc3d.train: data.path: {tmp_path}/missing.txt does not exist; ")
     assert (done.returncode, done.stdout) == (2, "")

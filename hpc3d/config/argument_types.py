@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from hpc3d.config.limits import INT32, MOST_RANKS
+from hpc3d.console.command_line import taken
 
 _UNITS = {"B": 1, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 FIGURES = ("svg", "pdf", "png")  # formats of figure files
@@ -91,3 +92,20 @@ size = partial(_bytes, bare=1e9)  # converts 80GB or 40GiB to bytes; the default
 rate = partial(_bytes, bare=1)  # converts 10GB or 10GiB (per second) to bytes/s; default: B
 positive = integer(1, INT32)
 number_of_ranks = integer(1, MOST_RANKS)
+
+
+def ranks_taken(words: list[str], option: str) -> Any:
+    """Remove an option from `words`, and return the number of ranks that is its value.
+
+    Returns `None` without the option.
+
+    Raises
+    ------
+    ValueError
+        If the value is missing, or is not a valid number of ranks.
+    """
+    given = taken(words, option)
+    try:
+        return None if given is None else number_of_ranks(given)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{option} {error}") from None

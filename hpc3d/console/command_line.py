@@ -23,7 +23,8 @@ from hpc3d.console.sanitize import (
 )
 
 _EXITS = "exit codes: 0 success, 2 invalid input (explained on standard error)"
-_ON_RANKS = {"bench", "doctor", "evaluate", "generate", "partition"}  # under mpirun
+_LAUNCHING = "train, evaluate and generate"  # commands with the option --launch
+_ON_RANKS = {"bench", "doctor", "partition"}  # other commands that run under mpirun
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,8 +69,8 @@ class Parser(argparse.ArgumentParser):
                 parsed = super().parse_known_args(*words, **how)
             except OutputError as error:
                 self.refuse([file_and_reason(error)])
-            if any(word.partition("=")[0] == "--launch" for word in parsed[1]):
-                self.error(f"--launch is an option of train; {self._without_launch()}")
+            if has_option(parsed[1], "--launch"):
+                self.error(f"--launch is an option of {_LAUNCHING}; {self._without_launch()}")
             if self._problems:
                 self.error(self._problems.pop())
             return parsed
@@ -145,6 +146,11 @@ def split_options(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[
         else:
             ours.append(word)
     return ours, settings
+
+
+def has_option(words: Iterable[str], option: str) -> bool:
+    """Return True if the command-line arguments `words` contain an option."""
+    return any(word.partition("=")[0] == option for word in words)
 
 
 def taken(words: list[str], option: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Command that starts ranks: the launcher that belongs to the MPI library of mpi4py."""
+"""Start ranks with the launcher that belongs to the MPI library of mpi4py."""
 
 from __future__ import annotations
 
@@ -6,24 +6,33 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from hpc3d.console import command_line
 from hpc3d.console.exit_codes import STOPPED
+from hpc3d.console.sanitize import counted
+from hpc3d.runtime import environment, host_memory, launch
 from hpc3d.runtime.fork import fork_or_end
 from hpc3d.runtime.mpi_library import CONSENT, CROWD, INSTALL, UNKNOWN, MpiInstall, launcher_at
 from hpc3d.runtime.probe import outcome
 
+if TYPE_CHECKING:
+    from hpc3d.runtime.job import Job
+
+LAUNCH_HELP = "start N ranks on this machine, like mpirun -np N; they may outnumber the cores"
+_LEAST_OF_RANK = 32 << 20  # lower bound on the memory of a rank, in bytes
 # Names of the launchers of an ABI. Debian adds the name of the MPI if both are installed.
 _NAMES = {
     "Open MPI": ("mpirun", "mpirun.openmpi"),
     "MPICH": ("mpirun", "mpirun.mpich", "mpiexec.hydra"),
 }
-# Pattern of the lines that hpc3d.train prints to standard error, except progress lines. It also
-# matches lines to which the launcher adds a prefix.
-SAID = re.compile(r"hpc3d\.train: (?!\d+ s: )(.*)")
+# Pattern of the lines that hpc3d prints to standard error, except progress lines. It also matches
+# lines to which the launcher adds a prefix.
+SAID = re.compile(r"hpc3d\.\w+: (?!\d+ s: )(.*)")
 _RULER = "-" * 74 + "\n"  # line above and below each message of Open MPI's mpirun
 # Messages of mpirun about an exit code, and the errors that it sometimes prints afterwards.
 _EXIT_REPORT = re.compile(
@@ -31,6 +40,65 @@ _EXIT_REPORT = re.compile(
 )
 _STOP_REPORT = re.compile(rf"Exit code: +{STOPPED}\n")  # the log of the run states the reason
 _FIND = "from hpc3d.runtime import mpi_library; print(*mpi_library.found() or (), sep='\\n')"
+
+
+def run(
+    verb: str,
+    words: list[str],
+    body: Callable[[Job], int | None],
+    wanted: Callable[[], int],
+    check: Callable[[int], Any] | None = None,
+) -> int:
+    """Run `body(job)` on the ranks that have been started, or that `--launch N` requests.
+
+    `words` are the arguments of the command `verb`. If they contain the option, `wanted()` removes
+    it and returns N. `check(N)` raises ValueError if the other arguments are invalid, before any
+    rank starts.
+    """
+    if command_line.has_option(words, "--launch"):
+        if environment.number_in(environment.OWN_RANK, default=0):
+            return 0  # the launcher would kill rank 0 before it reports that --launch is wrong
+        start = partial(_start_ranks, verb, words, wanted, check)
+        if code := command_line.run(verb, start, patient=False):
+            return code
+    return launch.run(verb, body)
+
+
+def _start_ranks(
+    verb: str,
+    words: list[str],
+    wanted: Callable[[], int],
+    check: Callable[[int], Any] | None,
+) -> None:
+    """Replace this process by the launcher of the ranks that `--launch N` in `words` requests.
+
+    The function returns if this process can continue as the only rank.
+
+    Raises
+    ------
+    ValueError
+        If N is not a number of ranks, or this machine has too little memory for them, or a
+        launcher has already started ranks or is missing, or the other options are invalid.
+    """
+    ranks = wanted()
+    started = environment.number_in(environment.WORLD_RANKS[:3], default=1)
+    if started > 1:
+        raise ValueError(
+            f"--launch {ranks}: a launcher has already started {started} ranks; use either "
+            "mpirun -np N or --launch N"
+        )
+    most = host_memory.total() // _LEAST_OF_RANK
+    if ranks > most:
+        raise ValueError(
+            f"--launch {ranks}: the memory of this machine suffices for at most "
+            f"{counted(most, 'rank')}; use fewer ranks, or mpirun with the hosts of a cluster"
+        )
+    if command := launch_command(ranks):
+        if check:
+            check(ranks)
+        filter_standard_error()
+        command += [sys.executable, "-m", f"hpc3d.{verb}", *words]
+        os.execve(command[0], command, {**launch_settings(), **os.environ})
 
 
 def launch_settings() -> dict[str, str]:
@@ -60,7 +128,7 @@ def launch_command(ranks: int) -> list[str]:
     raise ValueError(
         f"ranks = {ranks}: no mpirun belongs to {loaded.maker} {loaded.version}, the MPI "
         f"library of mpi4py ({loaded.path}); put its mpirun on PATH, run pip install "
-        "'hpc3d[mpi]', or train on 1 rank"
+        "'hpc3d[mpi]', or use 1 rank"
     )
 
 

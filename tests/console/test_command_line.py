@@ -47,18 +47,18 @@ def test_all_options_with_wrong_values_are_reported(ranks, capsys):
         assert any(re.match(f"hpc3d.test: .*{option}[:;]", line) for line in lines)
 
 
-LAUNCH = "--launch is an option of train; "
+LAUNCH = "--launch is an option of train, evaluate and generate; "
 
 
 @pytest.mark.parametrize(
     ("verb", "words", "said"),
     [
-        ("generate", ["--launch", "4"], f"{LAUNCH}start N ranks of generate with mpirun -np N"),
+        ("bench", ["--launch", "4"], f"{LAUNCH}start N ranks of bench with mpirun -np N"),
         ("simulate", ["a", "--launch=4"], f"{LAUNCH}simulate runs as a single process, ..."),
         ("layout", ["--x.y", "3", "--launch"], f"{LAUNCH}layout runs as a single process, ..."),
     ],
 )
-def test_launch_is_an_option_of_train(verb, words, said, capsys):
+def test_launch_is_an_option_of_three_commands(verb, words, said, capsys):
     """Commands that accept keys as options receive the unknown options."""
     for parse in (Parser(verb, "Test.").parse_args, Parser(verb, "Test.").parse_known_args):
         with pytest.raises(SystemExit):
