@@ -28,6 +28,7 @@ from hpc3d.analyze.metrics.loads import difference_of
 from hpc3d.analyze.metrics.pipeline_step import configuration
 from hpc3d.analyze.metrics.step import ratio
 from hpc3d.config.load import flat
+from hpc3d.console.sanitize import counted
 from hpc3d.trace.reader import Trace
 
 _Row = Mapping[str, Any]
@@ -472,7 +473,7 @@ def _clause(row: _Row, first: _Row) -> str:
         noise = f"the FLOP/s of {one} and {other} do not differ significantly: {factor}{values}"
         return noise if same else f"{one} reaches {factor} the FLOP/s of {other}{values}"
     if row["ranks"] != first["ranks"] or max(speedup, 1 / speedup) >= _TWICE:
-        ranks = f" on {row['ranks']} instead of {first['ranks']} ranks"
+        ranks = f" on {counted(row['ranks'], 'rank')} instead of {first['ranks']}"
         equal = f"{other}{ranks if row['ranks'] != first['ranks'] else ''}"
         times = f"{factor} as fast"
         if same:
@@ -542,7 +543,8 @@ def _mean_losses(
     `cause` names the keys that explain a difference, or is "".
 
     If both groups have the same seeds, the interval is Student's t interval of the mean of the
-    paired differences. Otherwise, it is Welch's interval of the difference of the means.
+    paired differences, unless all differences are rounding errors. Otherwise, it is Welch's
+    interval of the difference of the means.
     """
     if not first or not others:
         return
@@ -558,6 +560,10 @@ def _mean_losses(
     paired = first.keys() == others.keys()
     if paired:
         samples = [np.array([others[seed] - loss for seed, loss in first.items()])]
+        if (largest := abs(samples[0]).max()) <= _ROUNDING * abs(one):
+            exactly = f"to {largest:.0e} nat" if largest else "to the last bit"
+            yield f"the losses of each seed agree {exactly}"
+            return
     difference, margin = other - one, half_width(*samples)
     low, high = difference - margin, difference + margin
     kind = "paired difference" if paired else "difference"

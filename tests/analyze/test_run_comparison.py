@@ -25,7 +25,6 @@ from tests.analyze.report.by_hand import reported, write_run
 
 SIZES = {"batch": 8, "layers": 2, "hidden": 8, "heads": 2, "sequence": 4, "block_weights": 100}
 OTHER_WORK = "the step times of b and a are not compared, because "
-EQUAL = "mean loss 3.0000 instead of 3.0000 nat (95 % interval of the paired difference 0 to 0)"
 STUDY = ("a", 8), ("b", 8), ("b", 16), ("a", 16), ("a", 32)  # layouts and hidden sizes
 UNKNOWN = [None] * 9, [None] * 9  # the CPU time of other processes, and the workload
 SAME = "is not significantly faster or slower than"
@@ -114,7 +113,7 @@ def test_difference_that_other_processes_can_cause_is_called_so(busy, factor, to
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"ranks": 8}, "b is 2.00 times as fast as a on 8 instead of 4 ranks (95 % interval "),
+        ({"ranks": 8}, "b is 2.00 times as fast as a on 8 ranks instead of 4 (95 % interval "),
         (
             {"ranks": 8, "batch": 16, "flop_per_s": 1.8, "step_s": 0.5},
             "b reaches 1.80 times the FLOP/s of a (95",
@@ -289,10 +288,10 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
     groups = grouped(("a, 64 (2 seeds)", "b (2 seeds)"), {1: [0], 2: [1]}, {1: [2], 2: [3]})
     (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
     assert line.startswith(f"b (2 seeds) {SAME} a, 64 (2 seeds): 15.8% faster ")
-    assert line.endswith("; the losses agree within the noise of the seeds: " + EQUAL)
+    assert line.endswith("; the losses of each seed agree to the last bit")
     runs[2:] = [each | {"ranks": 8} for each in runs[2:]]
     (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
-    said = f"b (2 seeds) {SAME} a, 64 (2 seeds) on 8 instead of 4 ranks: "
+    said = f"b (2 seeds) {SAME} a, 64 (2 seeds) on 8 ranks instead of 4: "
     assert line.startswith(said + "1.16 times as fast (95 % interval ")
     steps = [np.tile(STEADY, 100) * each for each in times]
     _, row = speed_rows(runs, steps, groups, *UNKNOWN)
@@ -309,6 +308,17 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
             ({1: [0], 2: [1]}, {1: [2], 3: [3]}),
             "b: mean loss 2.5100 instead of 2.0100 nat "
             "(95 % interval of the difference 0.44 to 0.56)",
+        ),
+        (
+            [2.0, 2.4, 2.4 + 1e-6, 2.0 - 4e-6],
+            ({1: [0], 2: [1]}, {2: [2], 1: [3]}),
+            "b: the losses of each seed agree to 4e-06 nat",
+        ),
+        (
+            [2.0, 2.4, 2.41, 1.99],
+            ({1: [0], 2: [1]}, {2: [2], 1: [3]}),
+            "b: the losses agree within the noise of the seeds: mean loss 2.2000 instead of 2.2000"
+            " nat (95 % interval of the paired difference -0.13 to 0.13)",
         ),
         (
             [2.0, 2.4, 2.52, 2.11],

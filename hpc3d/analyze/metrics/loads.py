@@ -151,11 +151,14 @@ def notes(traces: Sequence[Trace], groups: Mapping[str, Sequence[int]]) -> list[
         lines = [warning(run) for warning in (outnumbered, untimed) for run in runs]
         for line in dict.fromkeys(filter(None, lines)):
             warnings.setdefault(line, []).append(label)
-    crowded = [
-        f"{'all runs' if len(labels) == len(groups) else ', '.join(labels)}: {line}"
-        for line, labels in warnings.items()
-    ]
+    crowded = [f"{_some(labels, len(groups))}: {line}" for line, labels in warnings.items()]
     return [missing, *crowded] if unknown else crowded
+
+
+def _some(labels: Sequence[str], groups: int) -> str:
+    if len(labels) == groups:
+        return "all runs"
+    return ", ".join(labels) if len(labels) < 4 else f"{len(labels)} of {groups} groups"
 
 
 def differing(

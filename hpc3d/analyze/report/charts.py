@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -55,13 +56,22 @@ _OUTLIER = 3  # ratio of a step time to the median above which the step is an ou
 _MAPS = 12  # maximum number of layers for which the expert load is shown
 
 
+class LineStyle(NamedTuple):
+    """Style of a line. `dash` contains the lengths of dashes and gaps in line widths."""
+
+    color: str
+    dash: tuple[int, ...]
+    width: float
+
+
 class Lines(NamedTuple):
     """Line plot with an optional lower panel.
 
     `lines` and `lower` are dicts from label to (x values, y values). `marks` is a dict from the x
     value of a vertical line to its label. If lines may `coincide`, earlier lines are thicker than
     later ones. If `top` is given, the y axis ranges from 0 to `top`. `bands` is a dict from the
-    label of a line to the range around it: (x values, lower limits, upper limits).
+    label of a line to the range around it: (x values, lower limits, upper limits). `dotted` is a
+    dict from the label of a thin dotted line to the label of another line with the same color.
     """
 
     xlabel: str
@@ -73,12 +83,20 @@ class Lines(NamedTuple):
     coincide: bool = True
     top: float | None = None
     bands: dict | None = None
+    dotted: dict | None = None
 
-    def widths(self, thickest: float, thinnest: float) -> Sequence[float]:
-        """Return the widths of the lines, which lie between the given limits."""
-        if len(self.lines) > 1 and self.coincide:
-            return np.linspace(thickest, thinnest, len(self.lines)).tolist()
-        return [max(thinnest, 1.8)] * len(self.lines)
+    def styles(self, thickest: float, thinnest: float) -> dict[str, LineStyle]:
+        """Return a dict from label to style. The widths lie between the given limits."""
+        dotted = self.dotted or {}
+        labels = [label for label in self.lines if label not in dotted]
+        widths = [max(thinnest, 1.8)] * len(labels)
+        if len(labels) > 1 and self.coincide:
+            widths = np.linspace(thickest, thinnest, len(labels)).tolist()
+        colors, dashes = cycle(palette.RUNS), cycle(palette.DASHES)
+        found = dict(zip(labels, map(LineStyle, colors, dashes, widths)))
+        for label, other in dotted.items():
+            found[label] = LineStyle(found[other].color, palette.DOTS, thinnest)
+        return found
 
 
 class Bars(NamedTuple):
@@ -185,17 +203,27 @@ def loss(runs: Sequence[RunAnalysis], groups: Sequence[SeedGroup] = ()) -> Lines
     }
     ranges = {label: run.tables["loss"] for label, run in zip(lines, runs)}
     bands = {label: _band(rows) for label, rows in ranges.items() if rows and "low" in rows[0]}
+    dotted = {}
     for run in runs:
-        name = f"{run.label}, validation" if several else "validation"
-        if run.tables["evaluation"]:
-            lines[name] = _losses(run.tables["evaluation"])
-        for text in dict.fromkeys(row["text"] for row in run.tables["validation"]):
-            rows = [row for row in run.tables["validation"] if row["text"] == text]
-            lines[f"{name} on {text}"] = _losses(rows)
+        curves = _validation(run, f"{run.label}, validation" if several else "validation")
+        dotted |= dict.fromkeys(curves, run.label) if several else {}
+        lines |= curves
     others = {*references.values()} - {runs[0].label}
     lower_ylabel = f"difference from\nthe {'reference' if others else 'first run'} [nat]"
     chart = Lines("training step", "loss [nat per token]", lines, lower_ylabel, lower or None)
-    return chart._replace(marks=_marks(runs), coincide=several, bands=bands or None)
+    marks = _marks(runs)
+    return chart._replace(
+        marks=marks, coincide=several, bands=bands or None, dotted=dotted or None
+    )
+
+
+def _validation(run, name):
+    """Return the validation curves of a run: of all texts, and of each of several texts."""
+    total, each = run.tables["evaluation"], run.tables["validation"]
+    lines = {name: _losses(total)} if total else {}
+    for text in dict.fromkeys(row["text"] for row in each):
+        lines[f"{name} on {text}"] = _losses([row for row in each if row["text"] == text])
+    return lines
 
 
 def _references(runs, groups):

@@ -62,6 +62,7 @@ MEMORY = {
 LAYERS = ("#4E79A7", "#F28E2B", "#59A14F", "#B07AA1", "#9C755F", "#76B7B2")
 # Lengths of dashes and gaps of the curves of runs, in turn. The first curve is solid.
 DASHES = ((), (5, 2), (2, 1), (6, 2, 2, 2))
+DOTS = (1, 2)  # of the validation curve of a run, which has the color of its training curve
 RUNS = ("#4466CC", "#DD5544", "#776688", "#2A9D8F", "#6633FF", "#B5651D", "#A23E9C")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines
 from hpc3d.analyze.report.gantt import Panels, color_of, is_thin, name_of, order_of
-from hpc3d.analyze.report.palette import BAND, DASHES, MARK, PATH, RUNS, UNRECORDED
+from hpc3d.analyze.report.palette import BAND, MARK, PATH, UNRECORDED
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, lanes, rest
 
 if TYPE_CHECKING:
@@ -72,17 +72,17 @@ def draw(chart: object) -> Model:
 def _lines(chart: Lines):
     from bokeh.layouts import column
 
-    colors = {label: RUNS[index % len(RUNS)] for index, label in enumerate(chart.lines)}
-    upper = _panel(chart, chart.ylabel, chart.lines, colors, 290 + 20 * len(chart.lines))
+    styles = chart.styles(6, 1.5)
+    upper = _panel(chart, chart.ylabel, chart.lines, styles, 290 + 20 * len(chart.lines))
     if chart.top:
         upper.y_range.update(start=0, end=chart.top)
     for label, band in (chart.bands or {}).items():
-        upper.varea(*band, fill_color=colors[label], fill_alpha=BAND)
+        upper.varea(*band, fill_color=styles[label].color, fill_alpha=BAND)
     _legend(upper, "vertical")
     _mark(upper, chart.marks or {}, labeled=True)
     if not chart.lower:
         return upper
-    lower = _panel(chart, chart.lower_ylabel, chart.lower, colors, 200)
+    lower = _panel(chart, chart.lower_ylabel, chart.lower, styles, 200)
     lower.x_range, lower.legend.visible = upper.x_range, False
     _mark(lower, chart.marks or {}, labeled=False)
     return column(upper, lower, sizing_mode="stretch_width")
@@ -102,16 +102,16 @@ def _mark(plot, marks, labeled):
             plot.add_layout(Label(x=step - 0.5, y=top, text=text, **style))
 
 
-def _panel(chart, ylabel, lines, colors, height):
+def _panel(chart, ylabel, lines, styles, height):
     from bokeh.models import BasicTicker, HoverTool
 
     plot = _plot(height, x_axis_label=chart.xlabel, y_axis_label=ylabel)
     plot.xaxis.ticker = BasicTicker(min_interval=1)
     # Later lines are thinner and dashed, so that earlier lines under them remain visible.
-    widths = chart._replace(lines=lines).widths(6, 1.5)
-    for width, (label, (numbers, values)) in zip(widths, lines.items()):
-        line = {"color": colors[label], "legend_label": label, "name": label}
-        dash = [round(length * width) for length in DASHES[[*colors].index(label) % len(DASHES)]]
+    for label, (numbers, values) in lines.items():
+        color, dash, width = styles[label]
+        line = {"color": color, "legend_label": label, "name": label}
+        dash = [round(length * width) for length in dash]
         plot.line(numbers, values, line_width=width, line_dash=dash, **line)
         plot.scatter(numbers, values, size=3 + width, **line)
     tooltips = [("", "$name"), (chart.xlabel, "@x{0}"), (ylabel, "@y{0.0000[00]}")]

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial, singledispatch
 from io import BytesIO
-from itertools import cycle
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import numpy as np
 
 from hpc3d.analyze.report.charts import Bars, Heat, Lines, LoadMaps
 from hpc3d.analyze.report.gantt import Panels, gantt
-from hpc3d.analyze.report.palette import BAND, DASHES, MARK, PATH, RUNS, UNRECORDED, default_style
+from hpc3d.analyze.report.palette import BAND, MARK, PATH, UNRECORDED, default_style
 from hpc3d.analyze.report.step_timeline import KINDS, Timeline, boxes, lanes, path, rest
 from hpc3d.runtime.optional_packages import need
 
@@ -170,15 +169,12 @@ def _lines(chart: Lines):
     """Draw a line plot. Later lines are thinner and dashed, so that earlier ones are visible."""
     rows = 2 if chart.lower else 1
     figure, axes = empty(WIDTH, 2.4 + 1.2 * rows, rows, height_ratios=(2, 1)[:rows])
-    colors = {label: RUNS[index % len(RUNS)] for index, label in enumerate(chart.lines)}
-    dashes = dict(zip(chart.lines, cycle(DASHES)))
-    for (label, line), width in zip(chart.lines.items(), chart.widths(4.0, 1.2)):
-        style = _style(colors[label], width, dashes[label])
-        axes[0].plot(*line, label=_escaped(label), **style)
+    styles = chart.styles(4.0, 1.2)
+    _draw_upper_lines(axes[0], chart, styles)
     for label, band in (chart.bands or {}).items():
-        axes[0].fill_between(*band, color=colors[label], alpha=BAND, linewidth=0)
+        axes[0].fill_between(*band, color=styles[label].color, alpha=BAND, linewidth=0)
     for label, line in (chart.lower or {}).items():
-        axes[1].plot(*line, **_style(colors[label], 1.4, dashes[label]))
+        axes[1].plot(*line, **_drawn_with(styles[label]._replace(width=1.4)))
     if chart.top:
         axes[0].set_ylim(0, chart.top)
     if len(chart.lines) > _INSIDE or chart.marks:
@@ -203,13 +199,26 @@ def _lines(chart: Lines):
     return figure
 
 
-def _style(color, width, dash):
-    """Return a line style with markers that make isolated points as visible as the line.
+def _draw_upper_lines(panel, chart, styles):
+    """Draw the lines of the upper panel; the dotted ones share an entry of the legend."""
+    dotted = chart.dotted or {}
+    for label, line in chart.lines.items():
+        name = "_" if label in dotted else _escaped(label)  # "_" is not in the legend
+        panel.plot(*line, label=name, **_drawn_with(styles[label]))
+    for label in [*dotted][:1]:
+        panel.plot([], [], label="validation", **_drawn_with(styles[label]._replace(color=MARK)))
 
-    `dash` contains the lengths of dashes and gaps in line widths.
+
+def _drawn_with(style):
+    """Return the style of a line with markers, so that isolated points are as visible as the line.
+
+    In narrow figures, lines are thinner, as the text is smaller.
     """
-    line = {"linestyle": (0, dash)} if dash else {}
-    return {"color": color, "linewidth": width, "marker": "o", "ms": width, "mew": 0} | line
+    from matplotlib import rcParams
+
+    width = style.width * min(1, rcParams["font.size"] / 10)
+    line = {"linestyle": (0, style.dash)} if style.dash else {}
+    return {"color": style.color, "linewidth": width, "marker": "o", "ms": width, "mew": 0} | line
 
 
 def _escaped(label):
@@ -258,7 +267,7 @@ def with_legend(figure: Figure, limit: int | None = None) -> Figure:
     from matplotlib.lines import Line2D
 
     handles, names = figure.axes[0].get_legend_handles_labels()
-    if limit and len(names) > limit:
+    if limit and len(names) > limit + 1:  # "and 1 more" needs as much space as the name
         names = [*names[:limit], f"and {len(names) - limit} more"]
         handles = [*handles[:limit], Line2D([], [], linestyle="none")]
     figure.legend(handles, names, loc="outside upper left", ncols=min(len(names), 8), **_LEGEND)

@@ -52,9 +52,10 @@ def test_single_run_has_no_difference_panel():
 def test_evaluation_curve_is_drawn_with_the_training_loss():
     runs = [Run("3d", (3.5, 3.25, 3.0), [(0, 3.75), (2, 3.5)]), Run("1d", (3.5, 3.0))]
     loss, difference = draw(charts.loss(runs)).axes
-    assert [line.get_label() for line in loss.lines] == ["3d", "1d", "3d, validation"]
+    assert [line.get_label() for line in loss.lines] == ["3d", "1d", "_", "validation"]
     np.testing.assert_array_equal(loss.lines[2].get_xydata(), [(0, 3.75), (2, 3.5)])
-    assert len(difference.lines) == 1
+    colors = [line.get_color() for line in loss.lines]
+    assert colors[2] == colors[0] != colors[1] and len(difference.lines) == 1
 
 
 def test_each_validation_text_has_a_curve():
