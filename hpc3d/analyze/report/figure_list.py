@@ -50,6 +50,8 @@ def of_runs(report: Report) -> Iterator[Picture]:
         if chart.bands:
             seeds = "is the mean, and the band is the range of its runs"
             captions.append(f"The curve of {group} {seeds}.")
+        if chart.dotted:
+            captions.append("Dotted curves are validation losses.")
         if tables["scaling"] and any(each.reference for each in report.groups):
             column = "the column reference of the table Speed and scaling"
             captions.append(f"The lower panel shows the differences from the runs in {column}.")

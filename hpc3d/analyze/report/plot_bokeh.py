@@ -73,7 +73,8 @@ def _lines(chart: Lines):
     from bokeh.layouts import column
 
     styles = chart.styles(6, 1.5)
-    upper = _panel(chart, chart.ylabel, chart.lines, styles, 290 + 20 * len(chart.lines))
+    names = len(chart.lines) - len(chart.dotted or {})
+    upper = _panel(chart, chart.ylabel, chart.lines, styles, 290 + 24 * names)
     if chart.top:
         upper.y_range.update(start=0, end=chart.top)
     for label, band in (chart.bands or {}).items():
@@ -110,7 +111,8 @@ def _panel(chart, ylabel, lines, styles, height):
     # Later lines are thinner and dashed, so that earlier lines under them remain visible.
     for label, (numbers, values) in lines.items():
         color, dash, width = styles[label]
-        line = {"color": color, "legend_label": label, "name": label}
+        entry = (chart.dotted or {}).get(label, label)  # hides both lines when it is clicked
+        line = {"color": color, "legend_label": entry, "name": label}
         dash = [round(length * width) for length in dash]
         plot.line(numbers, values, line_width=width, line_dash=dash, **line)
         plot.scatter(numbers, values, size=3 + width, **line)
@@ -165,7 +167,8 @@ def _legend(plot, orientation="horizontal"):
     plot.add_layout(legend, "above")
     legend.update(orientation=orientation, location="left", click_policy="hide")
     legend.update(border_line_color=None, label_text_font_size="9pt")
-    legend.update(padding=2, spacing=12, margin=0, background_fill_color=None)
+    spacing = 12 if orientation == "horizontal" else 0
+    legend.update(padding=2, spacing=spacing, margin=0, background_fill_color=None)
     return plot
 
 

@@ -29,6 +29,7 @@ WIDTH = 7.2  # figure width in inches
 _DATES = {"svg": "Date", "pdf": "CreationDate"}  # metadata that would differ between two files
 _NARROW = 48  # maximum number of vertical bars that are drawn with gaps between them
 _INSIDE, _NAMED = 4, 8  # maximum number of lines in a legend inside the panel, and above it
+_DOT = 2.5  # marker size of dotted lines, which may have a single point
 _LENGTH = 48  # maximum number of characters of a bar label in a figure of width WIDTH
 
 
@@ -203,8 +204,11 @@ def _draw_upper_lines(panel, chart, styles):
     """Draw the lines of the upper panel; the dotted ones share an entry of the legend."""
     dotted = chart.dotted or {}
     for label, line in chart.lines.items():
-        name = "_" if label in dotted else _escaped(label)  # "_" is not in the legend
-        panel.plot(*line, label=name, **_drawn_with(styles[label]))
+        style = _drawn_with(styles[label])
+        if label in dotted:
+            panel.plot(*line, label="_", **style | {"ms": _DOT})  # "_" is not in the legend
+        else:
+            panel.plot(*line, label=_escaped(label), **style)
     for label in [*dotted][:1]:
         panel.plot([], [], label="validation", **_drawn_with(styles[label]._replace(color=MARK)))
 

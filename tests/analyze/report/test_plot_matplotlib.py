@@ -8,7 +8,7 @@ from matplotlib import rc_context
 
 from hpc3d.analyze.metrics.critical_path import critical_path
 from hpc3d.analyze.metrics.wait_states import calls_of
-from hpc3d.analyze.report import charts, figure_list
+from hpc3d.analyze.report import charts, figure_list, plot_bokeh
 from hpc3d.analyze.report.charts import Bars, Heat, LoadMaps
 from hpc3d.analyze.report.plot_matplotlib import draw, save
 from hpc3d.analyze.report.step_timeline import timeline
@@ -56,6 +56,9 @@ def test_evaluation_curve_is_drawn_with_the_training_loss():
     np.testing.assert_array_equal(loss.lines[2].get_xydata(), [(0, 3.75), (2, 3.5)])
     colors = [line.get_color() for line in loss.lines]
     assert colors[2] == colors[0] != colors[1] and len(difference.lines) == 1
+    models = plot_bokeh.draw(charts.loss(runs)).references()
+    items = [each.label.value for each in models if type(each).__name__ == "LegendItem"]
+    assert sorted(items) == ["1d", "1d", "3d"]  # of both panels
 
 
 def test_each_validation_text_has_a_curve():
