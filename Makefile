@@ -91,6 +91,7 @@ help:
 
 train: .venv/setup.stamp
 	mpirun -np $(NP) python -m hpc3d.train $(INPUT)
+	$(if $(VIRTUAL_ENV),,@echo "before other commands, run: source .venv/bin/activate")
 
 test: .venv/test.stamp
 	$(PYTEST) -m "not slow and not slurm and not hosts"

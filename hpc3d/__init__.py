@@ -25,6 +25,19 @@ _is_command = _program.endswith("/hpc3d") or (
 if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+
+def _explain(kind, error, trace):
+    """Print one line if a required package is missing, otherwise print the traceback."""
+    if not isinstance(error, ModuleNotFoundError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    remedy = "activate the environment of hpc3d (source .venv/bin/activate), or install hpc3d"
+    print(f"hpc3d: {error}; {remedy}", file=sys.stderr)
+
+
+if _is_command:
+    sys.excepthook = _explain
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # only for editors and type checkers; at run time, PUBLIC lists these names
     from hpc3d.comm.grid import Grid as Grid

@@ -83,7 +83,7 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
             from hpc3d.runtime.job import Job
         except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
             reason = sanitized(str(error).partition("\n")[0]).rstrip(".")
-            print(f"hpc3d.{name}: {reason}; {_to_load()}", file=sys.stderr)
+            print(f"hpc3d.{name}: {reason}; {_to_load(error)}", file=sys.stderr)
             return BAD_INPUT
         job = _met(lambda: Job(name, begin), name)
     sys.excepthook = lambda kind, error, trace: _die(job, error)
@@ -108,10 +108,12 @@ def _started(name: str, body: Callable[[Job], int | None]) -> int:
     return 0
 
 
-def _to_load() -> str:
+def _to_load(error: Exception) -> str:
     """Return advice on how to repair an installation whose MPI or other modules do not load."""
     from hpc3d.runtime.mpi_library import INSTALL, found
 
+    if isinstance(error, ModuleNotFoundError):
+        return "activate the environment of hpc3d (source .venv/bin/activate), or install hpc3d"
     doctor = "run python -m hpc3d.doctor to find the cause"
     return doctor if found() else f"{INSTALL.splitlines()[0]}, or {doctor}"
 

@@ -19,7 +19,7 @@ from hpc3d.trace import schema
 from hpc3d.trace.annotations import add_supplements, supplements
 from hpc3d.trace.clock import IDENTITY, fit
 from hpc3d.trace.file import Growing, create, write_table
-from hpc3d.trace.previous_attempts import earlier
+from hpc3d.trace.previous_attempts import earlier, traced_steps
 from hpc3d.trace.segment import TABLES, count_segments, read_segment, segment_path
 from hpc3d.trace.trace_config import configured
 
@@ -55,7 +55,7 @@ def merge(run_dir: Path | str) -> Path:
             merged.add(rank, [segment_path(run_dir, rank, n) for n in range(count.get(rank, 0))])
             disk.check()
         trained = {each["step"] for each in metrics_file.read(run_dir) if "loss" in each}
-        merged.finish(trained, _hosts(run_dir))
+        merged.finish(trained, traced_steps(run_dir) if before.aside else set(), _hosts(run_dir))
         file.attrs["segments"] = sum(count.values())
         add_supplements(file, *supplements(path, merged.run_id))
     return path
@@ -161,10 +161,11 @@ class _Merge:
             part.events["parent"] += np.where(part.events["parent"] < 0, 0, rows)
             rows += len(part.events)
 
-    def finish(self, trained, hosts):
+    def finish(self, trained, aside, hosts):
         """Write the tables that depend on all ranks; raise ValueError if no segment is valid.
 
-        `trained` is the set of the steps in metrics.jsonl, and `hosts` the result of `_hosts`.
+        `trained` is the set of the steps in metrics.jsonl, `aside` contains those in the traces of
+        attempts with another layout, and `hosts` is the result of `_hosts`.
         """
         if not self.headers:
             raise ValueError(f"no segment of the trace can be read: {self.missing[0]}")
@@ -175,8 +176,8 @@ class _Merge:
         steps = np.unique(np.concatenate([*self.steps.values()]))
         for rank in self.headers:
             self.missing += [f"rank {rank}: {what}" for what in self._missing(rank, steps)]
-        lost = np.setdiff1d([*trained], steps).astype(int)
-        if self.before.aside or self.before.missing:  # describes the steps of earlier attempts
+        lost = np.setdiff1d([*trained - aside], steps).astype(int)
+        if self.before.missing:  # describes the steps of earlier attempts
             lost = lost[lost > min(steps, default=-1)]
         if len(lost):
             self.missing.append(f"{_named(lost)}: trained, but not in any segment of the trace")

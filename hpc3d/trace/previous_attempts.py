@@ -89,6 +89,15 @@ def latest_with_steps(run_dir: Path) -> Path | None:
     return None
 
 
+def traced_steps(run_dir: Path) -> set[int]:
+    """Return the steps that the traces of earlier attempts contain."""
+    found: set[int] = set()
+    for path in earlier_traces(run_dir):
+        with suppress(ValueError), Trace(path) as trace:
+            found.update(trace.steps["step"].tolist())
+    return found
+
+
 class _Begin(NamedTuple):
     """Start of an attempt: its first step, the start time of each rank, and one segment header.
 

@@ -142,3 +142,13 @@ def test_option_is_removed_from_the_arguments():
     words = ["a", "--ranks=4", "--machine", "h100", "--x"]
     assert (taken(words, "--ranks"), taken(words, "--machine")) == ("4", "h100")
     assert (words, taken(words, "--ranks")) == (["a", "--x"], None)
+
+
+@pytest.mark.parametrize("verb", ["report", "generate"])
+def test_missing_package_is_reported_in_one_line(verb):
+    """With -S, Python finds none of the installed packages."""
+    command = [sys.executable, "-S", "-m", f"hpc3d.{verb}", "results"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert re.fullmatch(
+        rf"hpc3d(.{verb})?: No module named '\w+'; activate the environment .*\n", done.stderr
+    )

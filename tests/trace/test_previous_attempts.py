@@ -230,16 +230,17 @@ def test_attempt_with_another_layout_is_omitted_and_reported(tmp_path):
 
 
 def test_another_layout_is_reported_by_all_later_attempts(tmp_path):
-    """Attempts 2 and 3 have the same layout, so the trace contains the steps of both."""
+    """Attempts 2 and 3 have the same layout, so the trace contains the steps of both. The events
+    of step 3 were lost when the first attempt was killed."""
     lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(6)]
     (tmp_path / metrics_file.NAME).write_text("".join(lines))
     attempt(tmp_path, 0, 3)
-    attempt(tmp_path, 2, 5, layout=FLAT)
     attempt(tmp_path, 4, 6, layout=FLAT)
+    attempt(tmp_path, 5, 6, layout=FLAT)
     with opened(tmp_path) as trace:
-        assert steps_of(trace) == [2, 3, 4, 5]
-        assert trace.attrs["missing"] == "" and trace.attrs["complete"]
-        assert trace.attrs["other_layout"] == "trace-1.h5, steps before 2"
+        assert steps_of(trace) == [4, 5] and not trace.attrs["complete"]
+        assert trace.attrs["missing"] == "step 3: trained, but not in any segment of the trace"
+        assert trace.attrs["other_layout"] == "trace-1.h5, steps before 4"
 
 
 def test_later_error_is_not_mistaken_for_damage(tmp_path, monkeypatch):
