@@ -70,6 +70,8 @@ Object.assign(hpc3d, (() => {
     const name = (key) => about.names[key][value(key)] ?? "";
     const known = (key) => (value(key) < 0 ? "" : `${value(key)}`);
     const wait = value("until") - value("start");
+    const isCall = value("seq") >= 0; // other events along an axis are copies of blocks
+    const action = name("axis") ? `${name("op")} ${along(name("axis"))}` : name("op");
     const shape = name("name").match(/m=(\d+) n=(\d+) k=(\d+)/);
     const perSecond = (1e3 * value("flops")) / (value("end") - value("until"));
     const format = {
@@ -78,14 +80,13 @@ Object.assign(hpc3d, (() => {
       size: () => (shape ? `m ${shape[1]}, n ${shape[2]}, k ${shape[3]}` : ""),
       rate: () => (perSecond > 0 && perSecond < Infinity ? rate(perSecond) : ""),
       share: () => (perSecond > 0 && perSecond < Infinity ? share(perSecond, events, about) : ""),
-      posted: () => (name("axis") ? when(value("posted")) : ""),
+      posted: () => (isCall ? when(value("posted")) : ""),
       when: () => when(value("start")),
       took: () => time(value("end") - value("start")),
       waited: () => (wait > 0 ? `${time(wait)} for rank ${value("by")}` : ""),
       phase: () => name("phase"),
-      operation: () =>
-        name("axis") ? `${name("op")} ${along(name("axis"))}, number ${value("seq")}` : name("op"),
-      bytes: () => (name("axis") ? size(value("bytes")) : ""),
+      operation: () => (isCall ? `${action}, number ${value("seq")}` : action),
+      bytes: () => (isCall ? size(value("bytes")) : ""),
       arrivals: () => arrivals(events, index),
     };
     return (format[field] ?? (() => known(field)))();
