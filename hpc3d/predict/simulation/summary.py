@@ -189,11 +189,12 @@ def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
     """Return the communication of a rank per step, by axis and operation.
 
     The result has the form {axis: {operation: {"calls": ..., "bytes": ...}}}. If blocks have owner
-    ranks, which receive different numbers of bytes, it contains the largest numbers.
+    ranks, ranks receive different numbers of bytes; the result is that of the simulated rank with
+    the largest sum.
     """
-    found, classes = {}, [*map(_calls_and_bytes, run.classes)]
-    for axis, op in sorted({*chain(*classes)}):
-        calls, received = map(max, zip(*(each.get((axis, op), (0, 0)) for each in classes)))
+    found, classes = {}, map(_calls_and_bytes, run.classes)
+    most = max(classes, key=lambda each: sum(received for _, received in each.values()))
+    for (axis, op), (calls, received) in sorted(most.items()):
         found.setdefault(axis, {})[op] = {"calls": calls, "bytes": received}
     return found
 

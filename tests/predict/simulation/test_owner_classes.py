@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpc3d import trace
+from hpc3d.comm.mesh import WORLD
 from hpc3d.predict.simulation import simulator
 from hpc3d.predict.simulation.count import every_rank
 from hpc3d.predict.simulation.owner_classes import OwnerClasses, owner_classes
@@ -79,15 +80,18 @@ def test_summary_counts_the_ranks_of_each_class(line):
     counted = every_rank(config, config.model.vocabulary)
     found = summary(runs, config, MACHINE)
     assert found["flop"] == sum(chain(*(rank.flops().values() for rank in counted)))
-    grid, most = config.mesh.grid(), Counter()
+    grid, received = config.mesh.grid(), []
     for rank in (each for number, each in enumerate(counted) if not grid.coord(number, "p")):
-        received = Counter()
+        received.append(Counter())
         for (axis, op, _), (_, nbytes) in rank.moved().items():
-            received[axis, op] += nbytes
-        most |= received
+            received[-1][axis, op] += nbytes
+    ours = Counter()
     for axis, ops in found["bytes"].items():
-        for op, each in ops.items():
-            assert each["bytes"] == most[axis, op]
+        ours |= Counter({(axis, op): each["bytes"] for op, each in ops.items()})
+    for each in (ours, *received):
+        del each[WORLD, "broadcast"]  # of the batch, which the first rank sends
+    # Ranks of a class can be roots of different numbers of broadcasts along an axis of 3 ranks.
+    assert ours in received and ours.total() > 0.92 * max(each.total() for each in received)
     totals = [each.ranks * each.peak["all"] for run in runs for each in run.classes]
     assert found["memory"]["total"] == sum(totals)
 
