@@ -250,7 +250,7 @@ def _report(
     show(best, named, losers, memory, _mark(resorted.fit) if resorted else " ")
     around = interval(best[0].config, ranking.machine, best[0].seconds)
     if around:
-        print(f"\ninterval of the best layout: {described(around)}")
+        print(f"\ninterval of the best layout: {described(around, best[0].seconds)}")
     _show_search(found, ranking)
     if options.apply:
         print(sanitized(f"the best layout was written to {options.apply}; train with it:"))

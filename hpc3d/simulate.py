@@ -206,7 +206,7 @@ def _print_step(config, found, machine):
             f"{_batches(config, seconds)}"
         )
     if around := found.get("interval"):
-        print(f"interval        {described(around)}")
+        print(f"interval        {described(around, found['step_time_s'])}")
     print()
     _print_memory(found["memory"])
     _print_sections(found["sections"][found["time"]["stage"]])

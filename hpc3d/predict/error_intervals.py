@@ -51,10 +51,12 @@ def interval(config: Config, machine: Machine, seconds: float) -> dict[str, Any]
     return None
 
 
-def described(found: dict[str, Any]) -> str:
-    """Return the result of `interval` as text."""
+def described(found: dict[str, Any], seconds: float) -> str:
+    """Return the result of `interval` around a predicted step time in seconds as text."""
     low, high = readable_time(found["low_s"]), readable_time(found["high_s"])
     steps = f"{found['steps']} published step times {_KINDS[found['layout']]}"
+    if found["low_s"] > seconds:
+        steps += ", most of which are longer than predicted"
     return (
         f"{low} to {high} if the prediction error is in the central 80 % of the errors for "
         f"{steps} (python -m hpc3d.bench published)"

@@ -328,7 +328,8 @@ class Machine:
         if dtype not in self.gemm:
             raise ValueError(
                 f"machine {self.name}: no GEMM rates for {dtype}, only {', '.join(self.gemm)}; "
-                f"add [gemm.{dtype}] to the machine file, or train in another data type"
+                f"add [gemm.{dtype}] to the machine file (docs/prediction.md#machines), or train "
+                "in another data type"
             )
         return self._roofline(flop, self.gemm[dtype].curve(flop), nbytes)
 
