@@ -9,7 +9,6 @@ import json
 import logging
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from hpc3d.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
     kind_of,
+    refuse_repeated,
     same_rules,
     text_files,
     train_bpe,
@@ -92,7 +92,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     output = _new_file(arguments)
     paths = map(package_data.text_path, arguments.texts)
     texts = [text for path in paths for text in text_files(path, f"a {_SOURCES}")]
-    _refuse_repeated(texts)
+    refuse_repeated(texts)
     tokenizer = _make_tokenizer(arguments, texts)
     if isinstance(tokenizer, BpeTokenizer):
         tokenizer.special = arguments.special_tokens
@@ -150,13 +150,6 @@ def _new_file(arguments: argparse.Namespace) -> Path:
     if problems:
         raise Problems(problems)
     return output
-
-
-def _refuse_repeated(texts: Sequence[Path]) -> None:
-    """Raise ValueError if a file occurs twice, such as a file that is also in a listed folder."""
-    repeated = [text for text, count in Counter(map(Path.resolve, texts)).items() if count > 1]
-    if repeated:
-        raise ValueError(f"{repeated[0]} is listed twice; specify it once, or only its folder")
 
 
 def _byte_or_file(name: str | None) -> str | None:

@@ -6,12 +6,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from hpc3d.data.token_file import SUFFIX, Tokens, open_tokens
+from hpc3d.data.tokenizer import refuse_repeated, text_files
 
 _Item = TypeVar("_Item")
 
@@ -21,8 +23,9 @@ def open_texts(
 ) -> Tokens:
     """Open the texts at `paths`, and mix them by `weights` if there are several.
 
-    Raises a one-line ValueError that begins with `data.path` if a text cannot be read or is in
-    the mixture twice, or if its tokenizer differs from that of the first text.
+    Raises a one-line ValueError that begins with `data.path` if a text cannot be read, if it or
+    one of its files is in the mixture twice, or if its tokenizer differs from that of the first
+    text.
     """
     for path in paths:
         refuse_joined(path)
@@ -38,6 +41,8 @@ def open_texts(
                     "text once, and raise its entry in data.weights"
                 )
             known[part.sha256] = path
+        texts = [path for path in paths if Path(path).suffix != SUFFIX]
+        refuse_repeated([*chain.from_iterable(map(text_files, texts))])
         opened.pop_all()
     return mixed(parts, weights)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from json import loads as json_of
@@ -73,6 +74,14 @@ def text_files(path: str | Path, accepted: str = _ACCEPTED) -> list[Path]:
     if not texts:
         raise ValueError(f"data.path: the folder {path} has no *.txt files; add UTF-8 text files")
     return texts
+
+
+def refuse_repeated(texts: Sequence[Path]) -> None:
+    """Raise ValueError if a file occurs twice, such as a file that is also in a listed folder."""
+    repeated = [text for text, count in Counter(map(Path.resolve, texts)).items() if count > 1]
+    if repeated:
+        what = f"{repeated[0]} is listed twice; specify it once, or only its folder"
+        raise ValueError(f"data.path: {what}")
 
 
 def pieces(text: Path) -> Iterator[bytes]:

@@ -149,6 +149,9 @@ def files(tmp_path):
 def test_text_listed_twice_is_rejected(files):
     with pytest.raises(ValueError, match=r"\Adata\.path: .*c\.txt .*a\.txt; .*data\.weights"):
         open_texts([files / "a.txt", files / "b.txt", files / "c.txt"], [1, 1, 1])
+    for paths in ([files / "b.txt", files], [files, files / "b.txt"]):
+        with pytest.raises(ValueError, match=r"\Adata\.path: .*b\.txt is listed twice; specify"):
+            open_texts(paths, [1, 1])
 
 
 def test_list_without_brackets_is_rejected_with_a_hint():
