@@ -16,7 +16,7 @@ from hpc3d.checkpoints.run_tokenizer import of_bytes
 from hpc3d.config import package_data
 from hpc3d.console.command_line import Parser, complain, run
 from hpc3d.console.exit_codes import CHECK_FAILED
-from hpc3d.console.sanitize import Problems, counted, lines_of, sanitized
+from hpc3d.console.sanitize import Problems, abbreviated, counted, lines_of, sanitized
 from hpc3d.data.sources import BIN, JSONL, PARQUET, training_pieces
 from hpc3d.data.token_file import SUFFIX, TokenFile, verify, write_tokens
 from hpc3d.data.tokenizer import (
@@ -100,7 +100,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     if not size:
         raise ValueError(f"{arguments.texts[0]}: the text is empty; specify another file")
     write_tokens(output, texts, tokenizer, _progress(size), arguments.field)
-    complain("prepare", _assumed_formats(texts))
+    complain("prepare", [*_assumed_formats(texts), *_unrecognized(tokenizer)])
     _describe(output, arguments.json, seconds=time.perf_counter() - start)
     return 0
 
@@ -236,6 +236,14 @@ def _assumed_formats(texts: Sequence[Path]) -> Iterator[str]:
                 f"{path}: read as uint16 token ids, the format of nanoGPT; for Megatron-LM data, "
                 f"put {index.name}, which contains the document ends, into the same folder"
             )
+
+
+def _unrecognized(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a line if --special-tokens is set and no special token was found in the texts."""
+    if isinstance(tokenizer, BpeTokenizer) and tokenizer.special and not tokenizer.recognized:
+        names = abbreviated(", ".join(tokenizer.special_tokens.values())) or "none"
+        found = "no special token was found in the texts"
+        yield f"--special-tokens: {found}; the tokenizer has {names}"
 
 
 def _progress(size: int) -> Callable[[int], None]:

@@ -126,7 +126,8 @@ class BpeTokenizer:
     the end-of-document token, and `end` its id.  The default is the first token in ENDS that is in
     the vocabulary.  Both are `None` if there is no such token.  `fallback` contains the ids of the
     tokens <0x00> to <0xFF>, which encode the UTF-8 bytes of characters outside the vocabulary.
-    `special` selects whether `encode_batch` recognizes special tokens in documents.
+    `special_tokens` maps the ids of special tokens to their text.  `special` selects whether
+    `encode_batch` recognizes them in documents, and `recognized` is true if it has found one.
     """
 
     name, special = "bpe", False
@@ -146,7 +147,9 @@ class BpeTokenizer:
         self.end: int | None = known.get(self.end_name)
         self.fallback = self._byte_tokens(known)
         added = self._tokenizer.get_added_tokens_decoder().items()
-        self._omitted = {id_ for id_, each in added if each.special} - self.fallback
+        special = {id_: each.content for id_, each in added if each.special}
+        self.special_tokens = {id_: special[id_] for id_ in special if id_ not in self.fallback}
+        self.recognized = False
 
     def _byte_tokens(self, known: Mapping[str, int]) -> frozenset[int]:
         """Return the ids of the tokens that the decoder converts to single bytes."""
@@ -173,7 +176,11 @@ class BpeTokenizer:
         several = [text.decode() for text in texts]
         with self._encoding(texts, self.special):
             found = self._tokenizer.encode_batch_fast(several, add_special_tokens=False)
-        return [np.array(each.ids, np.uint32) for each in found]
+        rows = [np.array(each.ids, np.uint32) for each in found]
+        if self.special:
+            known = [*self.special_tokens]
+            self.recognized |= any(np.isin(row, known).any() for row in rows)
+        return rows
 
     @contextlib.contextmanager
     def _encoding(self, texts: Sequence[bytes], special: bool = False) -> Iterator[None]:
@@ -198,7 +205,7 @@ class BpeTokenizer:
 
         Byte-fallback tokens are decoded even if the tokenizer declares them as special.
         """
-        ids = [each for each in np.asarray(tokens).tolist() if each not in self._omitted]
+        ids = [each for each in np.asarray(tokens).tolist() if each not in self.special_tokens]
         return self._tokenizer.decode(ids, skip_special_tokens=False).encode()
 
     def has(self, ids: object) -> bool:

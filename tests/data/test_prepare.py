@@ -112,14 +112,19 @@ def test_token_file_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
 
 
 def test_special_tokens_of_texts_are_recognized_on_request(capsys, tmp_path, bpe, output):
-    (tmp_path / "chat.txt").write_text(f"the rain{bpe.end_name}the rain")
+    """A notice is printed if there are none."""
     (tmp_path / "tokenizer.json").write_text(bpe.json)
     words = (tmp_path / "chat.txt", "-o", output, "--force", "--tokenizer", tmp_path)
-    found = []
-    for option in ([], ["--special-tokens"]):
-        assert call(capsys, *words, *option)[0] == 0
-        found.append([*row(output, bpe.name)].count(bpe.end))
-    assert found == [1, 2]
+    notice = f"no special token was found in the texts; the tokenizer has {bpe.end_name}\n"
+    for name, option, ends, said in (
+        (bpe.end_name, [], 1, ""),
+        (bpe.end_name, ["--special-tokens"], 2, ""),
+        ("<|im_start|>", ["--special-tokens"], 1, f"hpc3d.prepare: --special-tokens: {notice}"),
+    ):
+        (tmp_path / "chat.txt").write_text(f"the rain{name}the rain")
+        code, _, error = call(capsys, *words, *option)
+        assert code == 0 and without_progress(error) == said
+        assert [*row(output, bpe.name)].count(bpe.end) == ends
 
 
 def test_run_folder_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
