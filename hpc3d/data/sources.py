@@ -45,16 +45,17 @@ class _DocumentPart(NamedTuple):
 
 
 class Source:
-    """Iterator over the token ids of a file; `documents` counts the documents read so far.
+    """Iterator over the token ids of a file.
 
-    `text_bytes` is the size of these documents in UTF-8 bytes, or `None` if the file contains ids.
+    `text_bytes` is the size of the documents read so far, in UTF-8 bytes, or `None` if the file
+    contains ids.
 
     The `end` token of the tokenizer, if it has one, is appended to each document. If the file
     already contains ids, the token is added only to Megatron-LM documents that lack it.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, field: str = "text") -> None:
-        self.path, self.tokenizer, self.field, self.documents = path, tokenizer, field, 0
+        self.path, self.tokenizer, self.field = path, tokenizer, field
         self.text_bytes = None if path.suffix in BIN else 0
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
@@ -71,7 +72,6 @@ class Source:
             for ids, part in zip(encoded, group, strict=True):
                 rows += [ids, end] if part.last else [ids]
             yield np.concatenate(rows), sum(part.size for part in group)
-            self.documents += sum(part.last for part in group)
             self.text_bytes += sum(len(part.text) for part in group)
 
     def _given_ids(self) -> Iterator[tuple[np.ndarray, int]]:
@@ -87,10 +87,7 @@ class Source:
                     "tokenizer; set --tokenizer to the matching one, or write ids as uint16"
                 )
             first, last = np.searchsorted(ends, [start, start + len(part)], "right")
-            whole = self._ended(part, np.unique(ends[first:last] - start))
-            is_end = 0 if self.tokenizer.end is None else (whole == self.tokenizer.end).sum()
-            self.documents += int(last - first if len(ends) else is_end)
-            yield whole, part.nbytes
+            yield self._ended(part, np.unique(ends[first:last] - start)), part.nbytes
 
     def _refuse_wider(self, ids: np.ndarray) -> None:
         """Raise ValueError if a file read as uint16 appears to contain 32-bit or 64-bit ids.

@@ -61,8 +61,8 @@ class Tokens(contextlib.AbstractContextManager):
     text, and `end_name` its end-of-document token, or `None` if unknown. `sha256` is the hash of
     all ids, stored in the dtype of the token file. `digests` contains `sha256` and, if known, the
     hashes of the individual documents. `text_bytes` is the size of all documents in UTF-8 bytes,
-    or `None` if unknown, and `documents` the number of documents, or `None` if unknown. `path` is
-    the path that `open_tokens` opened.
+    or `None` if unknown, and `documents` the number of end-of-document tokens, or `None` if
+    unknown. `path` is the path that `open_tokens` opened.
     """
 
     tokenizer: str
@@ -289,7 +289,7 @@ def write_tokens(
 
     dtype = np.min_scalar_type(tokenizer.vocabulary - 1).newbyteorder("<")
     layout = {"chunks": (_CHUNK,), "maxshape": (None,), "fletcher32": True}
-    digest = hashlib.sha256()
+    digest, documents = hashlib.sha256(), 0
     sources = [Source(text, tokenizer, field) for text in texts]
     with (
         replacing(path) as temporary,
@@ -302,10 +302,12 @@ def write_tokens(
             dataset.resize((length + len(part),))
             dataset[length:] = part
             digest.update(part)
+            documents += np.count_nonzero(part == tokenizer.end)
             disk.check()
             report(size)
         file.attrs.update(_described(sources, tokenizer))
-        file.attrs.update(length=len(dataset), sha256=_fixed(digest.hexdigest()))
+        file.attrs.update(length=len(dataset), documents=documents)
+        file.attrs.update(sha256=_fixed(digest.hexdigest()))
 
 
 def _described(sources: Sequence[Source], tokenizer: Tokenizer) -> dict:
@@ -321,7 +323,6 @@ def _described(sources: Sequence[Source], tokenizer: Tokenizer) -> dict:
         "tokenizer_json": _fixed(tokenizer.json),
         "vocabulary": tokenizer.vocabulary,
         "sources": _fixed([each.path.name for each in sources]),
-        "documents": sum(each.documents for each in sources),
     }
 
 

@@ -122,9 +122,10 @@ def test_special_tokens_of_texts_are_recognized_on_request(capsys, tmp_path, bpe
         ("<|im_start|>", ["--special-tokens"], 1, f"hpc3d.prepare: --special-tokens: {notice}"),
     ):
         (tmp_path / "chat.txt").write_text(f"the rain{name}the rain")
-        code, _, error = call(capsys, *words, *option)
+        code, lines, error = call(capsys, *words, *option)
         assert code == 0 and without_progress(error) == said
         assert [*row(output, bpe.name)].count(bpe.end) == ends
+        assert f"documents   {ends}" in lines
 
 
 def test_run_folder_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
@@ -146,15 +147,16 @@ def test_single_text_of_characters_needs_no_end_token(capsys, tmp_path, text, ou
     words = ("-o", output, "--force", "--tokenizer", first, "--json")
     code, lines, _ = call(capsys, text, *words)
     assert code == 0 and (row(output, "bpe") == row(first, "bpe")).all()
-    assert json.loads(lines[-1]).items() >= {"tokens": letters, "documents": 1}.items()
+    assert json.loads(lines[-1]).items() >= {"tokens": letters, "documents": None}.items()
     jsonl = tmp_path / "text.jsonl"
     jsonl.write_text(json.dumps({"text": TEXT}))
     copied = shutil.copy(text, tmp_path / "copied.txt")
     for texts in ([text, copied], [jsonl]):
         code, _, error = call(capsys, *texts, *words)
         assert code == 2 and r"--end $'\n' for characters" in error
-        assert call(capsys, *texts, *words, "--end", "\n")[0] == 0
-        assert len(row(output, "bpe")) == len(texts) * (letters + 1)
+        code, lines, _ = call(capsys, *texts, *words, "--end", "\n")
+        assert code == 0 and len(row(output, "bpe")) == len(texts) * (letters + 1)
+        assert json.loads(lines[-1])["documents"] == len(texts) * (TEXT.count("\n") + 1)
 
 
 def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, output):
