@@ -38,8 +38,8 @@ _Rules = Callable[[Config], Iterable[str]]
 
 
 def load(
-    path: Path | str | None,
-    overrides: Sequence[str],
+    path: Path | str | None = None,
+    overrides: Sequence[str] = (),
     of_run: bool = False,
     rules: _Rules = lambda config: (),
 ) -> Config:

@@ -166,6 +166,7 @@ def test_options_override_the_file_and_the_file_overrides_defaults(tmp_path):
     assert config.train.batch == Config().train.batch
     assert load(path, ["--data.path=a=b"]).data.path == "a=b"
     assert load(path, ["--train.warmup", "4"]).train.warmup == 4
+    assert load(path).train.steps == 7 and load() == Config()
 
 
 @pytest.mark.parametrize("path", [None, SHIPPED], ids=["default", "shipped"])
