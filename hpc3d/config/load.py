@@ -253,7 +253,8 @@ def _of_valid_keys(
     """Build a Config from `tree`, with the placeholder WRONG for each key in `wrong`.
 
     An unset key that the error messages `lines` mention is also set to WRONG, because the user may
-    have misspelled this key.
+    have misspelled this key. So are all keys of [mesh] if one of them is wrong, because the number
+    of ranks depends on all of them.
     """
     words = {*re.findall(r"\w+(?:\.\w+)?", " ".join(lines))}
     tables = {name: table for name, table in tree.items() if isinstance(table, dict)}
@@ -266,6 +267,8 @@ def _of_valid_keys(
             tree[section].pop(keys[0], None)
         else:
             tree.pop(section)
+    if any(section == "mesh" for section, *_ in wrong):
+        meant.append("mesh")
     return mark_wrong(validate(tree), [*lines, *meant])
 
 

@@ -30,6 +30,13 @@ def test_unknown_key_error_suggests_the_full_name(option, line):
     assert re.fullmatch(elided(line), said)
 
 
+@pytest.mark.parametrize("option", ["mesh.q", "mesh.xx"])
+def test_number_of_ranks_is_not_checked_if_a_mesh_key_is_unknown(option):
+    serial = "--mesh.x", "1", "--mesh.y", "1", "--mesh.z", "1"
+    (said,) = problems(*serial, f"--{option}", "8")
+    assert said.startswith(f"{option}: unknown key; ")
+
+
 def test_all_errors_are_reported_together(tmp_path):
     text = "stepz = 1\n[train]\nsteps = 'a'\nbatch = 1.5\n[modell]\n[mesh]\nq = 2\n"
     said = problems(text=text, folder=tmp_path)
