@@ -164,20 +164,21 @@ def with_references(
 ) -> list[SeedGroup]:
     """Choose the group with which each group is compared, and whether its losses are comparable.
 
-    The reference is the first group unless the work differs. Otherwise, it is a group that does
-    the same work: the first one with the layout of the first group, or the first one with any
-    layout. A group that is chosen for others is not compared. An unknown size or text does not
-    differ from any other. `runs` are the results of `run_row`, `data` those of `data_of`, and
-    `training` those of `training_of`.
+    The reference is the first group if it has the same model size and does the same work or, in
+    weak scaling, the same work per rank. Otherwise, it is a group that does the same work: the
+    first one with the layout of the first group, or the first one with any layout. If no other
+    group does the same work, the reference is the first group. A group that is chosen for others
+    is not compared. An unknown size or text does not differ from any other. `runs` are the results
+    of `run_row`, `data` those of `data_of`, and `training` those of `training_of`.
     """
     firsts = [runs[group.runs[0]] for group in groups]
     found = []
     for run in firsts:
         kinds = [kind_of_scaling(other, run) for other in firsts]
         same = [index for index, kind in enumerate(kinds) if kind == "strong"]
-        others = kinds[0] == "other" and len(same) > 1
+        unlike = kinds[0] == "other" or not _same_size(run, firsts[0])
         keys = [[firsts[index].get(key) != firsts[0].get(key) for key in _MESH] for index in same]
-        found.append(same[keys.index(min(keys, key=any))] if others else 0)
+        found.append(same[keys.index(min(keys, key=any))] if unlike and len(same) > 1 else 0)
     seeded = [_seeded(training[group.runs[0]], group) for group in groups]
     return [
         group._replace(
@@ -444,7 +445,7 @@ def _group_losses(group: SeedGroup, reference: SeedGroup, runs: Sequence[_Row]) 
         reason = f"trained on different data: {group.other_data}"
         yield f"the losses are not compared, because the runs {reason}"
     elif several or first["loss_difference"] is None:
-        yield from _mean_losses(*means, group.other_training)
+        yield from _mean_losses(*means, group)
     else:
         yield from _losses(first, group.other_training)
 
@@ -536,11 +537,12 @@ def _expected(cause: str) -> Iterator[str]:
 
 
 def _mean_losses(
-    first: Mapping[int | None, float], others: Mapping[int | None, float], cause: str
+    first: Mapping[int | None, float], others: Mapping[int | None, float], group: SeedGroup
 ) -> Iterator[str]:
     """Yield a clause on the losses of two groups of seeds, if all losses are known.
 
-    `cause` names the keys that explain a difference, or is "".
+    `others` are the losses of `group`, and `first` those of its reference. Losses of models of
+    different sizes are not said to agree.
 
     If both groups have the same seeds, the interval is Student's t interval of the mean of the
     paired differences, unless all differences are rounding errors. Otherwise, it is Welch's
@@ -555,7 +557,7 @@ def _mean_losses(
         means = f"mean {means}"
     if min(len(first), len(others)) == 1:
         yield f"{means} (too few seeds for an interval)"
-        yield from _expected(cause)
+        yield from _expected(group.other_training)
         return
     paired = first.keys() == others.keys()
     if paired:
@@ -567,7 +569,7 @@ def _mean_losses(
     difference, margin = other - one, half_width(*samples)
     low, high = difference - margin, difference + margin
     kind = "paired difference" if paired else "difference"
-    agree = low <= 0 <= high
+    agree = group.comparable and low <= 0 <= high
     same = "the losses agree within the noise of the seeds: " if agree else ""
     yield f"{same}{means} (95 % interval of the {kind} {low:.2g} to {high:.2g})"
-    yield from _expected("" if agree else cause)
+    yield from _expected("" if agree else group.other_training)

@@ -210,6 +210,25 @@ def test_groups_are_compared_with_the_same_layout_and_model_size():
     assert {row["reference"] for row in scaling(runs[:2])} == {None}
 
 
+@pytest.mark.parametrize(
+    ("study", "references"),
+    [
+        ([("a", 8, 2), ("a", 16, 2), ("b", 8, 8), ("b", 16, 8)], [0, 1, 0, 1]),
+        ([("a", 8, 2), ("b", 16, 8)], [0, 0]),
+    ],
+)
+def test_weak_scaling_is_the_reference_only_if_no_run_has_the_same_model_size(study, references):
+    """Each rank of the largest run has as many parameters as a rank of the first run."""
+    runs = [
+        run(f"{name}{n}", ranks, layout=name, hidden=n, block_weights=12 * n**2, p=1, d=1)
+        for name, n, ranks in study
+    ]
+    groups = [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
+    groups = with_references(groups, runs, *UNKNOWN)
+    assert [group.reference for group in groups] == references
+    assert scaling(runs, groups)[-1]["scaling"] == ("weak" if len(runs) == 2 else "strong")
+
+
 def test_efficiency_is_relative_to_the_ranks_of_the_reference():
     sizes = [("a", 8, 2), ("a", 16, 4), ("b", 16, 8)]
     runs = [
@@ -414,16 +433,19 @@ def first_line(capsys, *runs):
 @pytest.mark.parametrize(
     ("seeds", "values", "expected"),
     [
+        (({1: [0], 2: [1]}, {1: [2], 2: [3]}), (3, 4, 2, 3.5), "model.hidden differs"),
         (({1: [0]}, {2: [1]}), (3.0, 3.5), "seed differs"),
         (({1: [0], 2: [1]}, {1: [2], 2: [3]}), (3, 4, 2.5, 3.5), None),
         (({1: [0], 2: [1]}, {3: [2], 4: [3]}), (3, 3.01, 2.5, 2.51), "seed differs"),
         (({1: [0], 2: [1]}, {3: [2], 4: [3]}), (3, 4, 3.5, 3.51), None),  # within the noise
     ],
 )
-def test_verdict_names_the_seeds_that_change_the_losses(seeds, values, expected):
-    runs = [run(str(number)) for number in range(len(values))]
-    equal = [{"train.batch": 8}] * len(values)
-    groups = with_references(grouped("ab", *seeds), runs, UNKNOWN[0], equal)
+def test_verdict_names_the_seeds_or_the_size_that_change_the_losses(seeds, values, expected):
+    """Losses of models of different sizes do not agree within the noise of the seeds."""
+    sizes = [16 if expected == "model.hidden differs" and number > 1 else 8 for number in range(4)]
+    runs = [run(str(number), hidden=size) for number, size in zip(range(len(values)), sizes)]
+    training = [{"model.hidden": size} for size in sizes]
+    groups = with_references(grouped("ab", *seeds), runs, UNKNOWN[0], training)
     rows = [losses(each["run"], None, value) for each, value in zip(runs, values)]
     (line,) = comparison_verdict([], rows, groups)
     *_, last = line.split("; ")
