@@ -235,6 +235,16 @@ def repeated_seeds(groups: Sequence[SeedGroup], labels: Sequence[str]) -> Iterat
         )
 
 
+def early_ends(runs: Sequence[_Row], last_steps: Sequence[int | None]) -> Iterator[list[str]]:
+    """Yield a list for each run, with a warning if it ends before others.
+
+    `runs` is the result of `comparison_rows`, and `last_steps` has the last step of each run.
+    """
+    step, several = runs[0]["loss_step"], len({*last_steps}) > 1
+    line = f"the last step is {step}, so the losses of all runs are compared there"
+    yield from ([line] * (step is not None and several and last == step) for last in last_steps)
+
+
 def speed_rows(
     runs: Sequence[_Row],
     seconds: Sequence[np.ndarray],
@@ -383,15 +393,16 @@ def _mean(values: Mapping[int | None, float]) -> float | None:
 def seed_rows(runs: Sequence[_Row], groups: Sequence[SeedGroup]) -> list[dict[str, Any]]:
     """Return one row per group of several seeds: mean loss and its 95 % confidence interval.
 
-    `runs` is the result of `comparison_rows`. The loss is that after the last common step; the
-    interval is Student's t interval of the mean over the seeds.
+    `runs` is the result of `comparison_rows`. The losses are those after `loss_step` and
+    `validation_step`. The interval is Student's t interval of the mean over the seeds.
     """
     rows = []
     for group in groups:
         if len(group.seeds) == 1:
             continue
         row: dict[str, Any] = {"run": group.label, "runs": len(group.seeds)}
-        for key in ("loss", "validation_loss"):
+        for key, step in (("loss", "loss_step"), ("validation_loss", "validation_step")):
+            row[step] = runs[group.runs[0]][step]
             means = _means(runs, group, key)
             row[key] = _mean(means)
             row[f"{key}_half"] = half_width(np.array([*means.values()])) if means else None
@@ -445,7 +456,7 @@ def _group_losses(group: SeedGroup, reference: SeedGroup, runs: Sequence[_Row]) 
         reason = f"trained on different data: {group.other_data}"
         yield f"the losses are not compared, because the runs {reason}"
     elif several or first["loss_difference"] is None:
-        yield from _mean_losses(*means, group)
+        yield from _mean_losses(*means, group, first["loss_step"])
     else:
         yield from _losses(first, group.other_training)
 
@@ -522,12 +533,13 @@ def _losses(row: _Row, cause: str = "") -> Iterator[str]:
     difference, loss = row["loss_difference"], row["loss"]
     if difference is None:
         return
+    losses = f"losses up to step {row['difference_step']}"
     if difference == 0:
-        yield "losses agree to the last bit"
+        yield f"{losses} agree to the last bit"
     elif loss is not None and difference <= _ROUNDING * abs(loss):
-        yield f"losses agree to {difference:.0e} nat"
+        yield f"{losses} agree to {difference:.0e} nat"
     else:
-        yield f"losses differ by up to {difference:.2g} nat"
+        yield f"{losses} differ by up to {difference:.2g} nat"
         yield from _expected(cause)
 
 
@@ -537,9 +549,12 @@ def _expected(cause: str) -> Iterator[str]:
 
 
 def _mean_losses(
-    first: Mapping[int | None, float], others: Mapping[int | None, float], group: SeedGroup
+    first: Mapping[int | None, float],
+    others: Mapping[int | None, float],
+    group: SeedGroup,
+    step: int,
 ) -> Iterator[str]:
-    """Yield a clause on the losses of two groups of seeds, if all losses are known.
+    """Yield a clause on the losses of two groups of seeds after a step, if all are known.
 
     `others` are the losses of `group`, and `first` those of its reference. Losses of models of
     different sizes are not said to agree.
@@ -552,7 +567,7 @@ def _mean_losses(
         return
     samples = [np.array([*each.values()]) for each in (first, others)]
     one, other = (float(sample.mean()) for sample in samples)
-    means = f"loss {other:.4f} instead of {one:.4f} nat"
+    means = f"loss {other:.4f} instead of {one:.4f} nat after step {step}"
     if max(len(first), len(others)) > 1:
         means = f"mean {means}"
     if min(len(first), len(others)) == 1:
@@ -564,7 +579,7 @@ def _mean_losses(
         samples = [np.array([others[seed] - loss for seed, loss in first.items()])]
         if (largest := abs(samples[0]).max()) <= _ROUNDING * abs(one):
             exactly = f"to {largest:.0e} nat" if largest else "to the last bit"
-            yield f"the losses of each seed agree {exactly}"
+            yield f"the losses of each seed after step {step} agree {exactly}"
             return
     difference, margin = other - one, half_width(*samples)
     low, high = difference - margin, difference + margin

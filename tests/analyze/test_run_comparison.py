@@ -39,8 +39,8 @@ def run(name, ranks=4, **values):
 
 
 def losses(name, difference, loss=3.0):
-    validation = {"validation_loss": None}
-    return {"run": name, "loss": loss, "loss_difference": difference} | validation
+    steps = {"loss_step": 9, "difference_step": 9, "validation_step": 9, "validation_loss": None}
+    return {"run": name, "loss": loss, "loss_difference": difference} | steps
 
 
 def grouped(names, *groups):
@@ -77,15 +77,15 @@ def test_verdict_states_the_interval_of_the_ratio():
     limits = interval("r", 1.08, relative_error(STEADY), relative_error(other))
     (line,) = verdict([run("1d"), run("3d")], [STEADY, other], [0, 0])
     within = f"(95 % interval {limits['r_low'] - 1:.1%} to {limits['r_high'] - 1:.1%})"
-    assert line == f"3d is 8.0% faster than 1d {within}; losses agree to the last bit"
+    assert line == f"3d is 8.0% faster than 1d {within}; losses up to step 9 agree to the last bit"
 
 
 @pytest.mark.parametrize(
     ("far", "said"),
     [
-        (0.0, "losses agree to the last bit"),
-        (2.9e-5, "losses agree to 3e-05 nat"),
-        (3.1e-5, "losses differ by up to 3.1e-05 nat"),
+        (0.0, "losses up to step 9 agree to the last bit"),
+        (2.9e-5, "losses up to step 9 agree to 3e-05 nat"),
+        (3.1e-5, "losses up to step 9 differ by up to 3.1e-05 nat"),
     ],
 )
 def test_verdict_compares_losses(far, said):
@@ -307,7 +307,7 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
     groups = grouped(("a, 64 (2 seeds)", "b (2 seeds)"), {1: [0], 2: [1]}, {1: [2], 2: [3]})
     (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
     assert line.startswith(f"b (2 seeds) {SAME} a, 64 (2 seeds): 15.8% faster ")
-    assert line.endswith("; the losses of each seed agree to the last bit")
+    assert line.endswith("; the losses of each seed after step 9 agree to the last bit")
     runs[2:] = [each | {"ranks": 8} for each in runs[2:]]
     (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
     said = f"b (2 seeds) {SAME} a, 64 (2 seeds) on 8 ranks instead of 4: "
@@ -325,30 +325,31 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
         (
             [2.0, 2.02, 2.5, 2.52],
             ({1: [0], 2: [1]}, {1: [2], 3: [3]}),
-            "b: mean loss 2.5100 instead of 2.0100 nat "
+            "b: mean loss 2.5100 instead of 2.0100 nat after step 9 "
             "(95 % interval of the difference 0.44 to 0.56)",
         ),
         (
             [2.0, 2.4, 2.4 + 1e-6, 2.0 - 4e-6],
             ({1: [0], 2: [1]}, {2: [2], 1: [3]}),
-            "b: the losses of each seed agree to 4e-06 nat",
+            "b: the losses of each seed after step 9 agree to 4e-06 nat",
         ),
         (
             [2.0, 2.4, 2.41, 1.99],
             ({1: [0], 2: [1]}, {2: [2], 1: [3]}),
             "b: the losses agree within the noise of the seeds: mean loss 2.2000 instead of 2.2000"
-            " nat (95 % interval of the paired difference -0.13 to 0.13)",
+            " nat after step 9 (95 % interval of the paired difference -0.13 to 0.13)",
         ),
         (
             [2.0, 2.4, 2.52, 2.11],
             ({1: [0], 2: [1]}, {2: [2], 1: [3]}),
-            "b: mean loss 2.3150 instead of 2.2000 nat "
+            "b: mean loss 2.3150 instead of 2.2000 nat after step 9 "
             "(95 % interval of the paired difference 0.051 to 0.18)",
         ),
         (
             [2.0, 2.02, 2.5],
             ({1: [0], 2: [1]}, {1: [2]}),
-            "b: mean loss 2.5000 instead of 2.0100 nat (too few seeds for an interval)",
+            "b: mean loss 2.5000 instead of 2.0100 nat after step 9"
+            " (too few seeds for an interval)",
         ),
         ([2.0, None, 2.5, 2.52], ({1: [0], 2: [1]}, {1: [2], 3: [3]}), None),
         (
@@ -401,7 +402,7 @@ def test_losses_of_runs_with_other_data_are_not_compared(tmp_path, capsys):
         "; the losses are not compared, because the runs trained on different data: data.weights"
         " differs"
     )
-    assert same.endswith("; losses agree to the last bit")
+    assert same.endswith("; losses up to step 2 agree to the last bit")
     assert [row["loss_difference"] for row in rows] == [0, None, 0]
 
 
@@ -420,9 +421,9 @@ def test_verdict_names_the_keys_of_the_training_that_change_the_losses(
     other = write_run(tmp_path / "two", losses=(4.0, 3.75, 3.5), keys=keys)
     line = first_line(capsys, one, other)
     reason = f"; a difference is expected, because {clause}" if clause else ""
-    assert line.endswith(f"; losses differ by up to 0.25 nat{reason}")
+    assert line.endswith(f"; losses up to step 2 differ by up to 0.25 nat{reason}")
     same = write_run(tmp_path / "three", keys=keys)
-    assert first_line(capsys, one, same).endswith("; losses agree to the last bit")
+    assert first_line(capsys, one, same).endswith("; losses up to step 2 agree to the last bit")
 
 
 def first_line(capsys, *runs):
@@ -456,7 +457,7 @@ def test_verdict_names_the_seeds_or_the_size_that_change_the_losses(seeds, value
 def test_verdict_lists_the_losses_of_runs_with_different_seeds():
     rows = [losses("a", 0, 3.0), losses("b", None, 3.5)]
     assert [*comparison_verdict([], rows, grouped("ab", {1: [0]}, {2: [1]}))] == [
-        "b: loss 3.5000 instead of 3.0000 nat (too few seeds for an interval)"
+        "b: loss 3.5000 instead of 3.0000 nat after step 9 (too few seeds for an interval)"
     ]
 
 
@@ -508,7 +509,7 @@ def test_report_begins_with_the_verdict(tmp_path, capsys):
     ]
     assert text[4] == (
         "* 1d, x=2 y=2 is 0.0% faster than 3d (shards only m and n), x=2 y=2 (too few steps for an"
-        " interval); losses agree to the last bit"
+        " interval); losses up to step 2 agree to the last bit"
     )
 
 
@@ -526,8 +527,8 @@ def test_equal_runs_are_one_group_with_the_difference_of_their_losses(tmp_path, 
     assert report.main([*map(str, runs), "--tables", "--out", str(tmp_path / "out")]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first == (
-        "all runs have the same configuration and seed, so they are one group; losses agree to"
-        " the last bit"
+        "all runs have the same configuration and seed, so they are one group; losses up to"
+        " step 2 agree to the last bit"
     )
 
 

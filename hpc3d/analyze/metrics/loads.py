@@ -142,23 +142,33 @@ def notes(traces: Sequence[Trace], groups: Mapping[str, Sequence[int]]) -> list[
     members = {label: [traces[index] for index in runs] for label, runs in groups.items()}
     unknown = [label for label, runs in members.items() if configuration(runs[0]) is None]
     missing = f"the configuration of {' and '.join(unknown)} is unknown: no settings are compared"
-    busy = [label for label, runs in members.items() if any(map(busy_hosts, runs))]
-    warnings: dict[str, list[str]] = {}
-    if busy:
-        line = busy_hosts(max(traces, key=lambda trace: other_cpu_share(trace) or 0))
-        warnings[line or ""] = busy
-    for label, runs in members.items():
-        lines = [warning(run) for warning in (outnumbered, untimed) for run in runs]
-        for line in dict.fromkeys(filter(None, lines)):
-            warnings.setdefault(line, []).append(label)
-    crowded = [f"{_some(labels, len(groups))}: {line}" for line, labels in warnings.items()]
+    line = busy_hosts(max(traces, key=lambda trace: other_cpu_share(trace) or 0))
+    warnings = {
+        label: [line if any(map(busy_hosts, runs)) else None]
+        + [warning(run) for warning in (outnumbered, untimed) for run in runs]
+        for label, runs in members.items()
+    }
+    crowded = shared_warnings(warnings, "groups")
     return [missing, *crowded] if unknown else crowded
 
 
-def _some(labels: Sequence[str], groups: int) -> str:
-    if len(labels) == groups:
+def shared_warnings(warnings: Mapping[str, Sequence[str | None]], noun: str = "runs") -> list[str]:
+    """Return one line per distinct warning, which begins with the labels of its runs.
+
+    `warnings` is a dict from the label of a run to its warnings, or from the label of a group of
+    runs if `noun` is "groups". A warning that is `None` is omitted.
+    """
+    found: dict[str, list[str]] = {}
+    for label, lines in warnings.items():
+        for line in dict.fromkeys(filter(None, lines)):
+            found.setdefault(line, []).append(label)
+    return [f"{_some(labels, len(warnings), noun)}: {line}" for line, labels in found.items()]
+
+
+def _some(labels: Sequence[str], total: int, noun: str) -> str:
+    if len(labels) == total:
         return "all runs"
-    return ", ".join(labels) if len(labels) < 4 else f"{len(labels)} of {groups} groups"
+    return ", ".join(labels) if len(labels) < 4 else f"{len(labels)} of {total} {noun}"
 
 
 def differing(

@@ -195,22 +195,26 @@ def comparison_rows(
 ) -> list[dict[str, Any]]:
     """Return one row per run with its step times, loss, memory peaks and validation losses.
 
-    `loss` is the training loss at the last step that all runs have in common. `loss_difference` is
-    the maximum absolute difference from the loss of another run over all common steps: the run
-    `references[index]` for the run `index`, or no run. The validation losses are the last loss and
-    the lowest loss.
+    `loss` is the training loss after `loss_step`, the last step that all runs have in common.
+    `validation_loss` is that of `validation_step`, the last step up to `loss_step` after which all
+    runs with evaluations were evaluated, and `validation_best` the lowest one up to this step.
+    `loss_difference` is
+    the maximum absolute difference from the loss of another run: the run `references[index]` for
+    the run `index`, or no run. It includes all steps that these two runs have in common, up to
+    `difference_step`.
     """
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
     step = max(set.intersection(*map(set, losses)), default=None)
     if all(loss is None for own in losses for loss in own.values()):
         step = None  # simulated steps have no losses
+    last = _last_evaluation(runs, step)
     return [
         {"run": run.label}
         | run.tables["step"][0]
         | {"loss_step": step, "loss": own.get(step)}
-        | {"loss_difference": _largest_difference(own, losses, references[index])}
+        | _largest_difference(own, losses, references[index])
         | _peaks(run.tables["memory_ranks"])
-        | _evaluated(run.tables["evaluation"])
+        | _evaluated(run.tables["evaluation"], last)
         for index, (run, own) in enumerate(zip(runs, losses))
     ]
 
@@ -224,21 +228,35 @@ def _peaks(rows):
     }
 
 
-def _evaluated(rows):
-    known = [row["loss"] for row in rows if row["loss"] is not None]
-    last = rows[-1]["loss"] if rows else None
-    return {"validation_loss": last, "validation_best": min(known, default=None)}
+def _last_evaluation(runs, step):
+    """Return the last step up to `step` after which all runs with evaluations were evaluated."""
+    steps = [{row["step"] for row in run.tables["evaluation"]} for run in runs]
+    known = [each for each in steps if each]
+    common = set.intersection(*known) if known else ()
+    return max((each for each in common if step is None or each <= step), default=None)
+
+
+def _evaluated(rows, last):
+    losses = {row["step"]: row["loss"] for row in rows if last is not None and row["step"] <= last}
+    known = [loss for loss in losses.values() if loss is not None]
+    best = min(known, default=None)
+    return {"validation_step": last, "validation_loss": losses.get(last), "validation_best": best}
 
 
 def _largest_difference(own, losses, reference):
     """Return the maximum absolute difference between the loss curves of a run and its reference.
 
-    `own` and losses[reference] are dicts from step to loss. Only common steps are compared. The
-    result is `None` if no common step has two known losses, or if there is no reference.
+    `own` and losses[reference] are dicts from step to loss. Only common steps are compared, the
+    last of which is `difference_step`. The values are `None` if no common step has two known
+    losses, or if there is no reference.
     """
     others = {} if reference is None else losses[reference]
-    pairs = [(loss, others.get(step)) for step, loss in own.items()]
-    return max((abs(a - b) for a, b in pairs if None not in (a, b)), default=None)
+    pairs = {step: (loss, others.get(step)) for step, loss in own.items()}
+    far = {step: abs(pair[0] - pair[1]) for step, pair in pairs.items() if None not in pair}
+    return {
+        "loss_difference": max(far.values(), default=None),
+        "difference_step": max(far, default=None),
+    }
 
 
 def step_seconds(trace: Trace) -> np.ndarray:

@@ -21,6 +21,8 @@ from hpc3d.analyze.report.table_format import (
 )
 
 RUN = ColumnSpec("run", "run")
+_VALIDATION_STEP = ColumnSpec("validation_step", "evaluated after step", integer)
+_LOSS_STEP = ColumnSpec("loss_step", "loss after step", integer)
 _RUNS_SHOWN = 6  # maximum number of runs in a text table that has separate columns for each run
 GROUPS = {
     WORK: "workload (model, data and optimization)",
@@ -50,15 +52,16 @@ _RUNS = TableSpec(
         ColumnSpec("communication_calls", "calls", count),
         *columns(prefixed, communication_bytes="received [B]", peak_bytes="peak memory [B]"),
         *columns(prefixed, offloaded_bytes="offloaded [B]"),
-        ColumnSpec("loss_step", "loss after step", integer),
+        _LOSS_STEP,
         ColumnSpec("loss", "loss [nat]", "{:.6f}".format),
         ColumnSpec("loss_difference", "max loss difference [nat]", "{:.1e}".format),
+        _VALIDATION_STEP,
         ColumnSpec("validation_loss", "validation loss [nat]", "{:.6f}".format),
         ColumnSpec("validation_best", "best validation loss [nat]", "{:.6f}".format),
     ),
     in_latex=(
         *("run", "ranks", "step_s_median", "tokens_per_s"),
-        *("communication_bytes", "peak_bytes", "loss", "validation_loss"),
+        *("communication_bytes", "peak_bytes", "loss_step", "loss", "validation_loss"),
     ),
 )
 _SEEDS = TableSpec(
@@ -67,8 +70,10 @@ _SEEDS = TableSpec(
     (
         RUN,
         ColumnSpec("runs", "seeds", integer),
+        _LOSS_STEP,
         ColumnSpec("loss", "mean loss [nat]", "{:.4f}".format),
         ColumnSpec("loss_half", "+/- [nat]", "{:.1e}".format),
+        _VALIDATION_STEP,
         ColumnSpec("validation_loss", "mean validation loss [nat]", "{:.4f}".format),
         ColumnSpec("validation_loss_half", "+/- [nat]", "{:.1e}".format),
     ),

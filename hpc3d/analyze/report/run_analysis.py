@@ -20,7 +20,14 @@ from hpc3d.analyze.metrics.compare import (
 )
 from hpc3d.analyze.metrics.critical_path import critical_path, path_rows
 from hpc3d.analyze.metrics.crossing import host_pair_rows, host_traffic_rows
-from hpc3d.analyze.metrics.loads import data_of, differing, load_of, notes, training_of
+from hpc3d.analyze.metrics.loads import (
+    data_of,
+    differing,
+    load_of,
+    notes,
+    shared_warnings,
+    training_of,
+)
 from hpc3d.analyze.metrics.mfu import efficiency_row
 from hpc3d.analyze.metrics.parallel_layout import layout_of
 from hpc3d.analyze.metrics.pipeline_step import configuration, pipeline_of_step
@@ -44,6 +51,7 @@ from hpc3d.analyze.run_comparison import (
     SeedGroup,
     comparison_verdict,
     distinct_labels,
+    early_ends,
     gain_rows,
     loss_references,
     repeated_seeds,
@@ -169,10 +177,18 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
     named = {group.label: group.runs for group in groups}
     differ = differing(traces, named, [run.about for run in runs])
     verdict = [*comparison_verdict(speeds, tables["runs"], groups)]
-    limits = [*notes(traces, named), *repeated_seeds(groups, labels)]
+    limits = [*_of_runs(runs, tables["runs"]), *notes(traces, named)]
+    limits += repeated_seeds(groups, labels)
     texts = tables, limits, differ, verdict
     groups = [group._replace(label=sanitized(group.label)) for group in groups]
     return Report(runs, *sanitized_tree(texts), groups)
+
+
+def _of_runs(runs, rows):
+    """Return the warnings about single runs that a comparison repeats, one line per warning."""
+    lasts = [max((row["step"] for row in run.tables["loss"]), default=None) for run in runs]
+    ends = early_ends(rows, lasts)
+    return shared_warnings({run.label: end for run, end in zip(runs, ends)})
 
 
 def analyze_run(

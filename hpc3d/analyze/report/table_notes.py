@@ -35,15 +35,18 @@ per step if every collective used a bandwidth-optimal algorithm. It is computed 
 the arrays.
 
 `loss [nat]` is the loss after the last step that all runs have in common, `loss after step`. The
-`max loss difference [nat]` over all common steps shows whether two layouts train the same model,
-unless other keys, which the verdict names, change the losses.
+`validation loss [nat]` is that after the last step up to this step after which all runs were
+evaluated, `evaluated after step`. The `best validation loss [nat]` is the lowest one up to that
+step. Runs without evaluations are ignored. The `max loss difference [nat]` over all steps that a
+run and its reference have in common shows whether two layouts train the same model, unless other
+keys, which the verdict names, change the losses.
 It is the difference from the run of the reference group (the first group, or a group that does the
 same work) that has the same seed. It is undefined if no run has the same seed and model size.""",
     "seeds": """\
 Runs with the same configuration except for the seed. `mean loss [nat]` is the mean over the
-`seeds` of the loss after the last step that all runs have in common, and `mean validation loss
-[nat]` that of the last evaluation. Each is followed by the half-width `+/- [nat]` of its 95 %
-confidence interval (Student's t).""",
+`seeds` of the loss after the last step that all runs have in common, `loss after step`, and `mean
+validation loss [nat]` the mean of the loss of the last common evaluation, `evaluated after step`.
+Each is followed by the half-width `+/- [nat]` of its 95 % confidence interval (Student's t).""",
     "received": """\
 Bytes that a rank receives per step along each mesh axis if every collective uses a
 bandwidth-optimal algorithm. `difference` is relative to the first run. `time [ms]` is the time per

@@ -101,11 +101,27 @@ def test_missing_segment_is_reported(run, capsys):
     assert "* rank 1: no segment" in (run / "report" / "report.md").read_text()
 
 
-def test_losses_are_compared_at_the_last_common_step(run, tmp_path, capsys):
-    """Step 2 is the last common step."""
-    longer = write_run(tmp_path / "longer", scheme="1d", losses=(4.0, 3.5, 3.0, 2.5))
-    rows = reported(capsys, run, longer)["comparison"]
-    assert [(row["loss_step"], row["loss"]) for row in rows] == [(2, 3.25), (2, 3.0)]
+def test_losses_are_compared_at_the_last_common_step(tmp_path, capsys):
+    """Step 2 is the last common step of all runs, and step 3 that of the two longer runs."""
+    longer, other = (
+        write_run(tmp_path / f"{seed}", losses=(4.0, 3.5, 3.0, loss), keys=f"seed = {seed}\n")
+        for seed, loss in ((1, 2.5), (2, 2.0))
+    )
+    out = tmp_path / "out"
+    short = write_run(tmp_path / "short", scheme="1d")
+    found = reported(capsys, longer, other, short, "--out", out)
+    rows, (seeds,) = found["comparison"], found["seeds"]
+    assert [(row["loss_step"], row["loss"]) for row in rows] == [(2, 3.0), (2, 3.0), (2, 3.25)]
+    assert (seeds["loss_step"], seeds["loss"]) == (2, 3.0)
+    assert found["notes"] == [
+        "1d, x=2 y=2: the last step is 2, so the losses of all runs are compared there"
+    ]
+    for name in ("runs", "seeds"):
+        assert "loss after step" in (out / "tables" / f"{name}.tex").read_text()
+    assert "the last step is" not in str(reported(capsys, longer, other)["notes"])
+    rows = reported(capsys, longer, write_run(tmp_path / "one", scheme="1d", keys="seed = 1\n"))
+    keys = "loss_difference", "difference_step"
+    assert [[row[key] for key in keys] for row in rows["comparison"]] == [[0, 3], [0.25, 2]]
 
 
 def test_sent_bytes_do_not_count_as_received(tmp_path, capsys):
@@ -225,17 +241,24 @@ def _analysed(folder):
         return analyze_run(trace)
 
 
-def test_comparison_shows_the_last_and_best_evaluation():
-    def run(*losses):
-        rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
-        tables = {"loss": [], "step": [{}], "evaluation": rows, "memory_ranks": []}
+def test_comparison_shows_the_last_common_evaluation_and_the_best_one_up_to_it():
+    """All runs have steps 0 to 2. They were evaluated after other steps, or not at all."""
+
+    def run(evaluations, steps=3):
+        rows = [{"step": step, "loss": loss} for step, loss in evaluations.items()]
+        trained = [{"step": step, "loss": 1.0} for step in range(steps)]
+        tables = {"loss": trained, "step": [{}], "evaluation": rows, "memory_ranks": []}
         return SimpleNamespace(label="", tables=tables)
 
-    found = comparison_rows([run(3.0, 2.0, 2.5), run(), run(None)], dict.fromkeys(range(3), 0))
-    keys = "validation_loss", "validation_best"
+    runs = [run({0: 2.0, 1: 2.5, 3: 1.0}, 4), run({}), run({1: None, 2: 3.0, 3: 1.0}, 4)]
+    found = comparison_rows(runs, dict.fromkeys(range(3), 0))
+    keys = "validation_step", "validation_loss", "validation_best"
     assert [tuple(row[key] for key in keys) for row in found] == [
-        (2.5, 2.0), (None, None), (None, None),
+        (1, 2.5, 2.0), (1, None, None), (1, None, None),
     ]  # fmt: skip
+    (row,) = comparison_rows([run({0: 2.0, 2: 1.5})], {0: 0})
+    assert tuple(row[key] for key in keys) == (2, 1.5, 1.5)
+    assert comparison_rows([run({})], {0: 0})[0]["validation_step"] is None
 
 
 def test_losses_are_compared_with_the_reference_of_each_run():

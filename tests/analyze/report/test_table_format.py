@@ -122,9 +122,9 @@ def test_latex_tables_of_a_comparison_have_few_columns(tmp_path):
         with (tmp_path / f"{spec.name}.csv").open(newline="") as file:
             assert next(csv.reader(file)) == [*row]
     few = {name: len(heads[name]) for name in ("runs", "scaling", "gains", "received")}
-    assert few == {"runs": 8, "scaling": 9, "gains": 8, "received": 8}
+    assert few == {"runs": 9, "scaling": 9, "gains": 8, "received": 8}
     assert [heads["scaling"][column] for column in (0, 2, 5)] == ["run", "step [ms]", "speedup"]
-    assert len(heads["seeds"]) == 6  # all columns
+    assert len(heads["seeds"]) == 8  # all columns
 
 
 def test_text_table_of_many_runs_shows_the_first_columns():

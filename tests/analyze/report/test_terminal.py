@@ -51,7 +51,7 @@ def test_summary_reports_shared_cores(found):
 def test_summary_of_several_runs_has_a_line_per_run(found):
     *_, both = found
     said = lines(both)
-    assert said[0].endswith("one of them is unknown; losses agree to the last bit")
+    assert said[0].endswith("one of them is unknown; losses up to step 0 agree to the last bit")
     assert len(said) == 4 and all(": step 10.0 ms" in line for line in said[2:])
     assert len(lines(both._replace(runs=both.runs * 10))) == 12
 
