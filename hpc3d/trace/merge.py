@@ -176,20 +176,21 @@ class _Merge:
         steps = np.unique(np.concatenate([*self.steps.values()]))
         for rank in self.headers:
             self.missing += [f"rank {rank}: {what}" for what in self._missing(rank, steps)]
-        lost = np.setdiff1d([*trained - aside], steps).astype(int)
+        lost, of_run = np.setdiff1d([*trained - aside], steps).astype(int), []
         if self.before.missing:  # describes the steps of earlier attempts
             lost = lost[lost > min(steps, default=-1)]
         if len(lost):
-            self.missing.append(f"{_named(lost)}: trained, but not in any segment of the trace")
+            of_run.append(f"{_named(lost)}: trained, but not in any segment of the trace")
         wanted = configured(self.first["config"], "train", "steps")
         done = 1 + max([int(steps.max(initial=-1)), *trained])
         if self.first["kind"] == "measured" and isinstance(wanted, int) and done < wanted:
             what = (
                 f"not trained, because the run has completed {done} of {counted(wanted, 'step')}"
             )
-            self.missing.append(f"steps from {done} on: {what}")
-        absent = [rank for rank in ranks if rank not in self.headers]  # the most severe loss
-        self.missing = [*(f"rank {rank}: no segment" for rank in absent), *self.missing]
+            of_run.append(f"steps from {done} on: {what}")
+        absent = [rank for rank in ranks if rank not in self.headers]
+        severe = [*(f"rank {rank}: no segment" for rank in absent), *of_run]
+        self.missing = [*severe, *self.missing]
         self._write_ranks(ranks, hosts)
         self._write_groups()
         self._write_clock()

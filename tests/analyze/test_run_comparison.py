@@ -21,7 +21,7 @@ from hpc3d.analyze.run_comparison import (
     speed_rows,
     with_references,
 )
-from tests.analyze.report.by_hand import reported, write_run
+from tests.analyze.report.by_hand import limits, reported, write_run
 
 SIZES = {"batch": 8, "layers": 2, "hidden": 8, "heads": 2, "sequence": 4, "block_weights": 100}
 OTHER_WORK = "the step times of b and a are not compared, because "
@@ -491,7 +491,7 @@ def test_report_counts_a_repeated_run_once(tmp_path, capsys):
     runs = [write_run(tmp_path / name, keys=f"seed = {each}\n") for name, each in seeds.items()]
     found = reported(capsys, *runs)
     assert [row["runs"] for row in found["seeds"]] == [2]
-    assert found["notes"] == [
+    assert limits(found) == [
         "3d (shards only m and n), x=2 y=2, seed=1, two repeats the configuration and seed of 3d"
         " (shards only m and n), x=2 y=2, seed=1, one: the runs of a seed count as one sample"
     ]
@@ -537,13 +537,13 @@ def test_comparison_warns_of_busy_hosts(tmp_path, capsys):
     for path, share in zip(runs, (0.09, 0.25), strict=True):
         (path / "environment.json").write_text(json.dumps({"other_cpu_share": share}))
     found = reported(capsys, *runs)
-    assert found["notes"] == [
+    assert limits(found) == [
         "1d, x=2 y=2: other processes used 25% of the CPU time of the busiest host, so times may"
         " be longer"
     ]
     assert found["runs"][0]["about"]["other processes"] == "9% of the CPU time of the busiest host"
     (runs[0] / "environment.json").write_text('{"other_cpu_share": 0.3}')
-    (line,) = reported(capsys, *runs)["notes"]
+    (line,) = limits(reported(capsys, *runs))
     assert line.startswith("all runs: other processes used 30% of the CPU time")
     (runs[0] / "environment.json").write_text("[")
     assert "other processes" not in reported(capsys, *runs)["runs"][0]["about"]

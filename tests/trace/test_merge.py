@@ -283,10 +283,13 @@ def test_run_that_ended_early_is_incomplete(tmp_path, kind, steps, trained, miss
         assert trace.attrs["complete"] == (not missing)
 
 
-def test_rank_that_ended_early_is_named(run):
+def test_rank_that_ended_early_is_named_after_the_missing_steps_of_all_ranks(run):
     segment_path(run, 3, 1).unlink()
     with hpc3d.trace.open(merge(run)) as trace:
         assert re.fullmatch("rank 3: .* after step 0", trace.attrs["missing"])
+    (run / metrics_file.NAME).write_text('{"step": 9, "loss": 1.0}\n')
+    with hpc3d.trace.open(merge(run)) as trace:
+        assert re.fullmatch("step 9: .*\nrank 3: .* after step 0", trace.attrs["missing"])
 
 
 def test_merge_reports_the_last_complete_step_of_each_rank(tmp_path):

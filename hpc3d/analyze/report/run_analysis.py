@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -117,6 +117,18 @@ class RunAnalysis:
     others: list = field(default_factory=list)
     layout: RankBlocks | None = None
 
+    def problems(self) -> Iterator[str]:
+        """Yield at most one line each on missing data, inconsistent data, and an invalid loss."""
+        lines = {"missing in the trace": self.missing, "inconsistent trace": self.violations}
+        for title, found in lines.items():
+            if found:
+                others = counted(len(found) - 1, "more message")
+                more = f" ({others}: see the report)" if len(found) > 1 else ""
+                yield f"{title}: {found[0]}{more}"
+        *earlier, last = self.tables["loss"]
+        if last["loss"] is None and any(row["loss"] is not None for row in earlier):
+            yield f"the loss after step {last['step']} is not finite"
+
 
 class Report(NamedTuple):
     """Analyses of several runs and their comparison.
@@ -187,8 +199,8 @@ def compare(traces: Sequence[Trace], runs: Sequence[RunAnalysis]) -> Report:
 def _of_runs(runs, rows):
     """Return the warnings about single runs that a comparison repeats, one line per warning."""
     lasts = [max((row["step"] for row in run.tables["loss"]), default=None) for run in runs]
-    ends = early_ends(rows, lasts)
-    return shared_warnings({run.label: end for run, end in zip(runs, ends)})
+    ends = early_ends(rows, lasts) if len(runs) > 1 else ()
+    return shared_warnings({run.label: [*run.problems(), *end] for run, end in zip(runs, ends)})
 
 
 def analyze_run(

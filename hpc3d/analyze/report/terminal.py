@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from hpc3d.analyze.metrics.run_summary import CORES_SHARED
 from hpc3d.analyze.report.cards import cards
 from hpc3d.analyze.report.verdict import verdict
-from hpc3d.console.sanitize import counted
 
 if TYPE_CHECKING:
     from hpc3d.analyze.report.run_analysis import Report, RunAnalysis
@@ -57,9 +56,4 @@ def _several(report: Report) -> Iterator[str]:
 def _warnings(run: RunAnalysis) -> Iterator[str]:
     if (cores := run.about.get("cores", "")).endswith(CORES_SHARED):
         yield f"cores: {cores}"
-    problems = {"missing in the trace": run.missing, "inconsistent trace": run.violations}
-    for title, found in problems.items():
-        if found:
-            others = counted(len(found) - 1, "more message")
-            more = f" ({others}: see the report)" if len(found) > 1 else ""
-            yield f"{title}: {found[0]}{more}"
+    yield from run.problems()

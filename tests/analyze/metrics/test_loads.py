@@ -19,7 +19,7 @@ from hpc3d.analyze.metrics.loads import (
 from hpc3d.config.input_file import Config
 from hpc3d.config.load import flat
 from hpc3d.trace.merge import merge
-from tests.analyze.report.by_hand import reported, write_run
+from tests.analyze.report.by_hand import limits, reported, write_run
 
 
 def test_report_lists_configuration_differences_before_the_comparison(tmp_path, capsys):
@@ -27,7 +27,7 @@ def test_report_lists_configuration_differences_before_the_comparison(tmp_path, 
     three, flat = "3d (shards only m and n), x=2 y=2", "1d, x=2 y=2"
     scheme = {"parallel.scheme": f'"3d" in {three}; "1d" in {flat}'}
     found = reported(capsys, one, other)
-    assert found["notes"] == []
+    assert limits(found) == []
     assert found["differing"] == {WORK: {}, LAYOUT: scheme, EXECUTION: {}}
     merge(one), merge(other)
     with h5py.File(other / "trace.h5", "r+") as file:
@@ -38,7 +38,7 @@ def test_report_lists_configuration_differences_before_the_comparison(tmp_path, 
     with h5py.File(one / "trace.h5", "r+") as file:
         file.attrs["cores"] = 4
     found = reported(capsys, one, other, "--out", tmp_path / "out")
-    assert found["notes"] == [
+    assert limits(found) == [
         f"{flat}: cores: 3 for 4 ranks per host: ranks share cores, so times are longer than with"
         " one core per rank",
     ]
@@ -54,11 +54,14 @@ def test_report_lists_configuration_differences_before_the_comparison(tmp_path, 
     }
     assert [row["speedup"] for row in found["scaling"]] == [1, None]
     text = (tmp_path / "out" / "report.md").read_text()
-    assert f"Limits of this comparison:\n\n* {found['notes'][0]}\n" in text
+    assert (
+        f"Limits of this comparison:\n\n* {found['notes'][0]}\n" in text
+        and f"* {limits(found)[0]}\n" in text
+    )
     assert f"* train.batch: 192 in {three}; 96 in {flat}\n" in text
     with h5py.File(one / "trace.h5", "r+") as file:
         file.attrs["cores"] = 3
-    (note,) = reported(capsys, one, other, "--out", tmp_path / "out")["notes"]
+    (note,) = limits(reported(capsys, one, other, "--out", tmp_path / "out"))
     assert note.startswith("all runs: cores: 3 for 4 ranks per host")
 
 

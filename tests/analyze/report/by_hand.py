@@ -150,6 +150,12 @@ def reported(capsys, *arguments):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+def limits(found):
+    """Return the warnings of a comparison, except those about missing or inconsistent events."""
+    events = ": missing in the trace: ", ": inconsistent trace: "
+    return [line for line in found["notes"] if not any(each in line for each in events)]
+
+
 CUT_OFF = [f"rank {rank}: the end of step 3" for rank in range(4)]
 WITHOUT_RANK_1 = [
     "rank 1: no segment",

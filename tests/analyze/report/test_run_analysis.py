@@ -12,7 +12,7 @@ from hpc3d.analyze.metrics.step import comparison_rows
 from hpc3d.analyze.report.run_analysis import analyze_run
 from hpc3d.trace.segment import segment_path
 from tests.analyze import traces
-from tests.analyze.report.by_hand import CUT_OFF, WITHOUT_RANK_1, reported, write_run
+from tests.analyze.report.by_hand import CUT_OFF, WITHOUT_RANK_1, limits, reported, write_run
 from tests.analyze.small import small
 from tests.analyze.synthetic import call
 from tests.strided import strided
@@ -113,7 +113,7 @@ def test_losses_are_compared_at_the_last_common_step(tmp_path, capsys):
     rows, (seeds,) = found["comparison"], found["seeds"]
     assert [(row["loss_step"], row["loss"]) for row in rows] == [(2, 3.0), (2, 3.0), (2, 3.25)]
     assert (seeds["loss_step"], seeds["loss"]) == (2, 3.0)
-    assert found["notes"] == [
+    assert limits(found) == [
         "1d, x=2 y=2: the last step is 2, so the losses of all runs are compared there"
     ]
     for name in ("runs", "seeds"):
@@ -259,6 +259,24 @@ def test_comparison_shows_the_last_common_evaluation_and_the_best_one_up_to_it()
     (row,) = comparison_rows([run({0: 2.0, 2: 1.5})], {0: 0})
     assert tuple(row[key] for key in keys) == (2, 1.5, 1.5)
     assert comparison_rows([run({})], {0: 0})[0]["validation_step"] is None
+
+
+def test_comparison_repeats_the_warnings_of_each_run(tmp_path, capsys):
+    """The second run stopped after step 2, lost a segment, and its last loss is not finite."""
+    one = write_run(tmp_path / "one")
+    other = write_run(tmp_path / "two", "1d", (4.0, 3.5, math.nan), "[train]\nsteps = 5\n")
+    segment_path(other, 1, 0).unlink()
+    found = reported(capsys, one, other)
+    missing = "missing in the trace: {} (3 more messages: see the report)"
+    assert found["runs"][1]["missing"][1] == (
+        "steps from 3 on: not trained, because the run has completed 3 of 5 steps"
+    )
+    lines = [line.rpartition("x=2 y=2: ")[2] for line in found["notes"]]
+    assert missing.format("rank 0: the end of step 3") in lines
+    assert missing.replace("3 more", "5 more").format("rank 1: no segment") in lines
+    assert lines[-1] == "the loss after step 2 is not finite"
+    assert report.main([str(other), "--tables"]) == 0
+    assert lines[-1] in capsys.readouterr().out
 
 
 def test_losses_are_compared_with_the_reference_of_each_run():
