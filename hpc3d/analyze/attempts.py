@@ -110,8 +110,9 @@ class Attempts:
     def _combined(self, rows_of, key, columns):
         """Combine the rows of all attempts and the records of metrics.jsonl that have `key`.
 
-        Records contain the newest values. They replace rows of earlier attempts, because the
-        attempt that wrote them may have recorded no trace.
+        Rows of a trace take precedence, so that the time of a step has one source. A record with
+        another loss replaces a row of an earlier attempt, because the newest attempt to train the
+        step may have recorded no trace.
         """
         found: dict[int, dict[str, Any]] = {}
         for attempt in self.attempts:
@@ -123,15 +124,9 @@ class Attempts:
         for record in self.records:
             step = record["step"]
             if key in record and step not in newest:
-                row = _row(record, columns)
-                known = found.get(step)
-                if known and _close(known["loss"], row["loss"]):
-                    row["attempt"] = known["attempt"]
-                    if known.get("texts"):  # with accuracy and tokens, which a record lacks
-                        row["texts"] = known["texts"]
-                else:
-                    row["attempt"] = self._untraced(step)
-                found[step] = row
+                row, known = _row(record, columns), found.get(step)
+                if not known or not _close(known["loss"], row["loss"]):
+                    found[step] = row | {"attempt": self._untraced(step)}
         return [found[step] for step in sorted(found)]
 
     def _untraced(self, step: int) -> int | None:

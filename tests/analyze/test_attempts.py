@@ -133,6 +133,24 @@ def test_records_add_steps_without_a_trace(tmp_path):
     assert opened.table("loss")["grad_norm"].tolist() == [1.5, 1.5, 1.5, 0.25]
 
 
+def test_traces_take_precedence_over_equal_records(tmp_path):
+    """Attempt 1 trains steps 0 to 2, and attempt 2 steps 2 to 4. Records have other times."""
+    attempt(tmp_path, 0, 3)
+    attempt(tmp_path, 2, 5)
+    with hpc3d.trace.open(tmp_path / "trace.h5") as trace:
+        rows = Attempts(trace).losses(), Attempts(trace).evaluations()
+        assert [row["attempt"] for row in rows[0]] == [1, 1, 2, 2, 2]
+        lines = [record(row["step"], row["loss"]) for row in rows[0]]
+        for row in rows[1]:
+            values = {"validation_loss": row["loss"], "evaluation_seconds": 9.0}
+            lines.append(json.dumps({"step": row["step"], **values}) + "\n")
+        lines[1] = record(1, 9.0)
+        (tmp_path / metrics_file.NAME).write_text("".join(lines))
+        retrained, evaluations = Attempts(trace).losses(), Attempts(trace).evaluations()
+    assert evaluations == rows[1] and [retrained[0], *retrained[2:]] == [rows[0][0], *rows[0][2:]]
+    assert (retrained[1]["loss"], retrained[1]["seconds"]) == (9.0, 0.5)
+
+
 def test_first_attempt_without_a_trace_is_read_from_the_records(tmp_path):
     """It was killed after step 2. The second attempt trains steps 2 and 3."""
     attempt(tmp_path, 2, 4)
