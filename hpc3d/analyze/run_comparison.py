@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpc3d.analyze.metrics.compare import (
+    FEWEST,
     LOAD,
     MODEL,
     half_width,
@@ -41,6 +42,7 @@ _RATES = ("tokens_per_s", "tokens_per_s_rank", "flop_per_s")
 _SPEEDUP = ("speedup", "speedup_low", "speedup_high")
 _PEERS = ("ranks", "p", "d", *LOAD)
 _ROUNDING = 1e-5  # losses agree if they differ by at most this fraction
+_STEPS = "too few steps"  # reason why a single sample has no interval
 _TWICE = 2.0  # from this ratio on, the verdict states a ratio instead of a percentage
 
 
@@ -255,9 +257,9 @@ def speed_rows(
     """Compare the step time of each group with its reference group.
 
     Each row has the label `run`, the number of `ranks`, the kind of `scaling`, and the `speedup`
-    over the reference with its 95 % confidence interval. The speedup is the ratio of step times
-    for equal work, the ratio of FLOP/s for equal work per rank on another number of ranks, and
-    None otherwise. `difference` describes the difference in work.
+    over the reference with its 95 % confidence interval; `few` is the reason if it has none. The
+    speedup is the ratio of step times for equal work, the ratio of FLOP/s for equal work per rank
+    on another number of ranks, and None otherwise. `difference` names the differences in work.
 
     Parameters
     ----------
@@ -271,21 +273,31 @@ def speed_rows(
     loads
         Workload of each run (`load_of`), or None if it is unknown.
     """
-    times = [group.samples(seconds) for group in groups]
     rows = []
-    for group, steps in zip(groups, times):
-        reference = groups[group.reference].runs
-        first, run = runs[reference[0]], runs[group.runs[0]]
-        kind, work = kind_of_scaling(run, first), None
-        if kind == "strong":
-            work = 1.0
-        elif kind == "weak" and run["ranks"] != first["ranks"]:
+    for group in groups:
+        others = groups[group.reference]
+        first, run = runs[others.runs[0]], runs[group.runs[0]]
+        kind = kind_of_scaling(run, first)
+        work = 1.0 if kind == "strong" else None
+        if kind == "weak" and run["ranks"] != first["ranks"]:
             work = ratio(*(_work(each, "flop_per_s") for each in (run, first)))
         row = {"run": group.label, "ranks": run["ranks"], "scaling": kind}
-        row["noise"] = max(busy[index] or 0.0 for index in (*group.runs, *reference))
-        row["difference"] = difference_of(loads[reference[0]], loads[group.runs[0]])
-        rows.append(row | _time_ratio("speedup", times[group.reference], steps, work))
+        row["few"] = _too_few(group, others)
+        row["noise"] = max(busy[index] or 0.0 for index in (*group.runs, *others.runs))
+        row["difference"] = difference_of(loads[others.runs[0]], loads[group.runs[0]])
+        times = others.samples(seconds), group.samples(seconds)
+        rows.append(row | _time_ratio("speedup", *times, work))
     return rows
+
+
+def _too_few(*groups: SeedGroup) -> str:
+    """Return the reason why the ratio of the step times of groups can have no interval."""
+    counts = [
+        (len(each.seeds), "seeds") if len(each.seeds) > 1 else (len(each.runs), "runs")
+        for each in groups
+    ]
+    number, noun = min(counts)
+    return _STEPS if number == 1 else f"{number} {noun} are too few"
 
 
 def _work(run: _Row, rate: str) -> float | None:
@@ -298,17 +310,20 @@ def _time_ratio(
 ) -> dict[str, float | None]:
     """Return the ratio of the step times of two groups times `work`, and its confidence interval.
 
-    If both groups have several samples, the interval is Welch's interval of the difference of the
-    logarithms of the means, where the standard error of a logarithm is the relative standard error
-    of the mean. Otherwise, it is the interval of the ratio of the medians over all steps.
+    If both groups have at least FEWEST samples, the interval is Welch's interval of the difference
+    of the logarithms of the means, where the standard error of a logarithm is the relative
+    standard error of the mean. If one of them has a single sample, it is the interval of the ratio
+    of the medians over all steps. Two samples are too few for a useful interval.
     """
     means = [
         np.array([np.mean([np.median(run) for run in sample]) for sample in group])
         for group in (first, others)
     ]
     before, after = (float(each.mean()) for each in means)
-    speedup = ratio(work and work * before, after)
-    if speedup is None or min(map(len, means)) == 1:
+    speedup, samples = ratio(work and work * before, after), min(map(len, means))
+    if 1 < samples < FEWEST:
+        return {key: speedup} | interval(key, None)
+    if speedup is None or samples == 1:
         errors = (relative_error(_pooled(each)) for each in (first, others))
         return {key: speedup} | interval(key, speedup, *errors)
     margin = half_width(means[0] / before, means[1] / after)
@@ -478,29 +493,27 @@ def _clause(row: _Row, first: _Row) -> str:
         reason = f"because {row['difference']}"
         return f"the step times of {one} and {other} are not compared, {reason}"
     low, high = row["speedup_low"], row["speedup_high"]
-    same = low is not None and low <= 1 <= high
-    factor = f"{_ratio(speedup)} times"
+    same = row["few"] != _STEPS if low is None else low <= 1 <= high
+    factor, none = f"{_ratio(speedup)} times", f"({row['few']} for an interval)"
+    within = none if low is None else f"(95 % interval {_ratio(low)} to {_ratio(high)})"
     if row["scaling"] == "weak":
-        values = _between(low, high)
-        noise = f"the FLOP/s of {one} and {other} do not differ significantly: {factor}{values}"
-        return noise if same else f"{one} reaches {factor} the FLOP/s of {other}{values}"
+        noise = f"the FLOP/s of {one} and {other} do not differ significantly: {factor} {within}"
+        return noise if same else f"{one} reaches {factor} the FLOP/s of {other} {within}"
     if row["ranks"] != first["ranks"] or max(speedup, 1 / speedup) >= _TWICE:
         ranks = f" on {counted(row['ranks'], 'rank')} instead of {first['ranks']}"
         equal = f"{other}{ranks if row['ranks'] != first['ranks'] else ''}"
         times = f"{factor} as fast"
         if same:
-            return f"{_insignificant(one, equal)}: {times}{_between(low, high)}"
-        return f"{one} is {times} as {equal}{_between(low, high)}"
-    word = "faster" if speedup >= 1 else "slower"
+            return f"{_insignificant(one, equal)}: {times} {within}"
+        return f"{one} is {times} as {equal} {within}"
     sign = 1 if speedup >= 1 else -1
-    more = speedup**sign - 1
-    if low is None:
-        return f"{one} is {more:.1%} {word} than {other} (too few steps for an interval)"
-    least, most = sorted(limit**sign - 1 for limit in (low, high))
-    within = f"(95 % interval {least:.1%} to {most:.1%})"
-    if least <= 0:
-        return f"{_insignificant(one, other)}: {more:.1%} {word} {within}"
-    return f"{one} is {more:.1%} {word} than {other} {within}"
+    more = f"{speedup**sign - 1:.1%} {'faster' if speedup >= 1 else 'slower'}"
+    if low is not None:
+        least, most = sorted(limit**sign - 1 for limit in (low, high))
+        within = f"(95 % interval {least:.1%} to {most:.1%})"
+    if same:
+        return f"{_insignificant(one, other)}: {more} {within}"
+    return f"{one} is {more} than {other} {within}"
 
 
 def _insignificant(one: str, other: str) -> str:
@@ -515,10 +528,6 @@ def _noise(row: _Row) -> Iterator[str]:
     speedup, noise = row["speedup"], row["noise"]
     if speedup is not None and 1 - min(speedup, 1 / speedup) < noise:
         yield f"other processes used {noise:.0%} of the CPU time, which can cause this difference"
-
-
-def _between(low: float | None, high: float | None) -> str:
-    return "" if low is None else f" (95 % interval {_ratio(low)} to {_ratio(high)})"
 
 
 def _ratio(value: float) -> str:

@@ -3,7 +3,8 @@
 Runs that differ only in the seed or the repetition are summarized by their mean and its 95 %
 confidence interval. The mean of a rate is the harmonic mean. Each seed contributes one sample, the
 mean over its repetitions. With a single seed, each repetition is a sample, but losses have no
-interval, because repetitions do not change them.
+interval, because repetitions do not change them. Times have no interval if there are only two
+samples, because it is too wide to be useful.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpc3d.analyze.metrics.compare import half_width
+from hpc3d.analyze.metrics.compare import FEWEST, half_width
 from hpc3d.analyze.report.palette import RUNS
 from hpc3d.analyze.report.plot_matplotlib import WIDTH, empty, save, sized, with_legend
 from hpc3d.analyze.report.table_format import (
@@ -114,7 +115,8 @@ def summarized(
         for quantity in _quantities(rows):
             samples = _samples(quantity, group)
             mean = float(samples.mean()) if len(samples) else None
-            half = half_width(samples) if len(samples) > 1 else None
+            fewest = FEWEST if quantity.repeated else 2
+            half = half_width(samples) if len(samples) >= fewest else None
             if quantity.rate and mean is not None:
                 mean, half = 1 / mean, half and half / mean**2
             row |= {quantity.key: mean, quantity.half: half}

@@ -301,22 +301,42 @@ def test_report_names_runs_by_their_labels(tmp_path, capsys):
 
 
 def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
-    """Steps of a run are not independent: many steps of two runs do not narrow the interval."""
-    runs = [run("a, 64-seed1"), run("a, 64-seed2"), run("b, seed1"), run("b, seed2")]
-    times = [1.0, 1.2, 0.9, 1.0]
-    groups = grouped(("a, 64 (2 seeds)", "b (2 seeds)"), {1: [0], 2: [1]}, {1: [2], 2: [3]})
-    (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
-    assert line.startswith(f"b (2 seeds) {SAME} a, 64 (2 seeds): 15.8% faster ")
+    """Steps of a run are not independent: many steps of a run do not narrow the interval."""
+    runs = [run(f"{name}, seed{seed}") for name in ("a, 64", "b") for seed in (1, 2, 3)]
+    times = [1.0, 1.2, 1.1, 0.9, 1.0, 0.95]
+    groups = grouped(("a, 64", "b"), {1: [0], 2: [1], 3: [2]}, {1: [3], 2: [4], 3: [5]})
+    (line,) = verdict(runs, [STEADY * each for each in times], [0, *[0.5] * 5], groups)
+    assert line.startswith(f"b {SAME} a, 64: 15.8% faster (95 % interval -")
     assert line.endswith("; the losses of each seed after step 9 agree to the last bit")
-    runs[2:] = [each | {"ranks": 8} for each in runs[2:]]
-    (line,) = verdict(runs, [STEADY * each for each in times], [0, 0.5, 0.5, 0.5], groups)
-    said = f"b (2 seeds) {SAME} a, 64 (2 seeds) on 8 ranks instead of 4: "
+    runs[3:] = [each | {"ranks": 8} for each in runs[3:]]
+    (line,) = verdict(runs, [STEADY * each for each in times], [0, *[0.5] * 5], groups)
+    said = f"b {SAME} a, 64 on 8 ranks instead of 4: "
     assert line.startswith(said + "1.16 times as fast (95 % interval ")
     steps = [np.tile(STEADY, 100) * each for each in times]
     _, row = speed_rows(runs, steps, groups, *UNKNOWN)
-    margin = half_width(np.array([1.0, 1.2]) / 1.1, np.array([0.9, 1.0]) / 0.95)
+    margin = half_width(np.array([1.0, 1.2, 1.1]) / 1.1, np.array([0.9, 1.0, 0.95]) / 0.95)
     limits = row["speedup_low"], row["speedup"], row["speedup_high"]
     assert limits == pytest.approx(1.1 / 0.95 * np.exp([-margin, 0, margin]))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "other", "said"),
+    [
+        (2, {}, f"b {SAME} a: 40.0% slower (2 seeds are too few for an interval)"),
+        (1, {}, f"b {SAME} a: 40.0% slower (2 runs are too few for an interval)"),
+        (2, {"ranks": 8}, "0.71 times as fast (2 seeds are too few for an interval)"),
+        (2, {"ranks": 8, "batch": 16, "flop_per_s": 1.0}, "do not differ significantly: 0.71 "),
+    ],
+)
+def test_step_times_of_two_samples_have_no_interval(seeds, other, said):
+    runs = [run("a, 1"), run("a, 2"), run("b, 1", **other), run("b, 2", **other), run("b, 3")]
+    members = ({1: [0], 2: [1]}, {1: [2], 2: [3], 3: [4]})
+    groups = grouped("ab", *(members if seeds == 2 else ({1: [0, 1]}, {1: [2, 3, 4]})))
+    times = [STEADY * each for each in (1.0, 1.2, 1.4, 1.6, 1.62)]
+    (line,) = verdict(runs, times, [0, *[0.5] * 4], groups)
+    assert said in line
+    _, row = speed_rows(runs, times, groups, *UNKNOWN)
+    assert (row["speedup_low"], row["speedup_high"]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -470,18 +490,20 @@ def test_losses_of_a_group_of_seeds_are_averaged():
 
 def test_runs_of_a_seed_are_one_sample():
     """A repeated run does not narrow the intervals of losses and step times."""
-    labels = "a, 1", "a, 2", "a, 3", "b, 1", "b, 2"
-    texts = [f"seed = {seed}" for seed in (1, 2, 2)]
-    texts += [f"seed = {seed}\n[mesh]\nx = 2" for seed in (1, 2)]
-    groups = seed_groups([*map(trace_of, texts)], labels, "aaabb")
-    assert [group.label for group in groups] == ["a (2 seeds, 3 runs)", "b (2 seeds)"]
-    (row, _) = seed_rows([losses(label, 0, 3 + (label != "a, 1")) for label in labels], groups)
-    assert (row["runs"], row["loss"]) == (2, 3.5)
-    assert row["loss_half"] == pytest.approx(12.706 * 0.5)
-    times = [STEADY * each for each in (1.0, 1.1, 1.21, 0.9, 1.0)]
+    labels = "a, 1", "a, 2", "a, 3", "a, 4", "b, 1", "b, 2", "b, 3"
+    texts = [f"seed = {seed}" for seed in (1, 2, 2, 3)]
+    texts += [f"seed = {seed}\n[mesh]\nx = 2" for seed in (1, 2, 3)]
+    groups = seed_groups([*map(trace_of, texts)], labels, "aaaabbb")
+    assert [group.label for group in groups] == ["a (3 seeds, 4 runs)", "b (3 seeds)"]
+    values = 3, 4, 4, 5, 4, 4, 4
+    (row, _) = seed_rows([losses(*each) for each in zip(labels, [0] * 7, values)], groups)
+    assert (row["runs"], row["loss"]) == (3, 4)
+    assert row["loss_half"] == pytest.approx(4.303 / 3**0.5)
+    times = [STEADY * each for each in (1.0, 1.1, 1.21, 1.3, 0.9, 1.0, 1.1)]
     _, row = speed_rows([*map(run, labels)], times, groups, *UNKNOWN)
-    margin = half_width(np.array([1.0, 1.155]) / 1.0775, np.array([0.9, 1.0]) / 0.95)
-    assert row["speedup_high"] == pytest.approx(1.0775 / 0.95 * np.exp(margin))
+    mean = (1.0 + 1.155 + 1.3) / 3
+    margin = half_width(np.array([1.0, 1.155, 1.3]) / mean, np.array([0.9, 1.0, 1.1]))
+    assert row["speedup_high"] == pytest.approx(mean * np.exp(margin))
     (line,) = repeated_seeds(groups, labels)
     assert line.startswith("a, 3 repeats the configuration and seed of a, 2: ")
 

@@ -43,10 +43,14 @@ def test_samples_are_the_means_of_the_seeds():
 
 
 def test_repetitions_of_one_seed_are_samples_of_times_but_not_of_losses():
-    rows = [row(64, 1, number, loss=5.0, step_s=time) for number, time in enumerate((0.1, 0.2))]
+    """Two samples of a time are too few for a useful interval."""
+    times = enumerate((0.1, 0.2, 0.3))
+    rows = [row(64, 1, number, loss=5.0, step_s=time) for number, time in times]
     (found,) = summarized(rows, GROUPS)
     assert (found["loss"], found["loss_ci95"]) == (5.0, None)
-    assert found["step_s_ci95"] == pytest.approx(12.706 * 0.05)
+    assert found["step_s_ci95"] == pytest.approx(4.303 * 0.1 / 3**0.5)
+    (found,) = summarized(rows[:2], GROUPS)
+    assert (found["step_s"], found["step_s_ci95"]) == (pytest.approx(0.15), None)
 
 
 def test_rows_have_the_order_of_the_axes_if_a_point_is_unfinished():

@@ -29,7 +29,7 @@ MODEL = ("layers", "hidden", "heads", "sequence")
 LOAD = ("batch", *MODEL, "setting")  # columns that identify the work of a step
 _ALL = "all"  # placeholder in the columns `axis` and `op` of the totals row
 _Z95 = 1.96  # two-sided 95 % quantile of the normal distribution
-_FEWEST = 3  # minimum number of steps for an interval
+FEWEST = 3  # minimum number of steps of a run, or of runs, for an interval of a time
 # The true median lies between the extremes of n samples with probability 1 - 2^(1 - n), which is
 # 97 % for n = 6. Fewer samples require an assumption about their distribution.
 _ORDERED = 6
@@ -200,7 +200,7 @@ def relative_error(values: Sequence[float] | np.ndarray) -> float | None:
     positive and finite.
     """
     count, ordered = len(values), np.sort(values)
-    if count < _FEWEST or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
+    if count < FEWEST or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
         return None
     if count < _ORDERED:
         mean_error = np.log(ordered).std(ddof=1) / count**0.5

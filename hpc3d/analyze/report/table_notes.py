@@ -71,8 +71,9 @@ scaling, `speedup` is `step [ms]` of the reference divided by that of this run. 
 is the ratio of the FLOP/s. It is undefined for other runs. Its 95 % confidence interval is `from`
 to `to` (ratio of the medians of at least 3 steps, which are assumed to be independent; fewer than
 6 steps are also assumed to be log-normal; Welch's interval of the medians of the runs if both
-groups have several). `efficiency` is the speedup divided by the ratio of the rank counts. If all
-runs have the same number of ranks, the scaling and the efficiency are omitted.""",
+groups have at least three; none if one has two). `efficiency` is the speedup divided by the ratio
+of the rank counts. If all runs have the same number of ranks, the scaling and the efficiency are
+omitted.""",
     "gains": """\
 `tensor parallelism` is the number of dimensions in which the matrix products are sharded. `over
 1-D` is the `average step time per sequence [ms]` of the best 1-D run divided by that of this run.
