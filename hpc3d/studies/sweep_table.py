@@ -27,6 +27,7 @@ from hpc3d.analyze.report.table_format import (
     integer,
     latex,
     markdown,
+    with_half_width,
     write_csv,
 )
 from hpc3d.config.argument_types import FIGURES
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 _SEED = "seed"
 _LOG = 8  # minimum ratio of the largest to the smallest x value of a logarithmic x axis
 _OFFSET = 0.15  # width in inches over which the lines are shifted
-_ROUNDING = 1e-9  # relative rounding error of a mean
 
 
 class _Quantity(NamedTuple):
@@ -67,10 +67,7 @@ class _Quantity(NamedTuple):
         mean, half = row[self.key], row[self.half]
         if mean is None:
             return None
-        if not half or half < _ROUNDING * abs(mean):
-            return self.write(mean * self.scale)
-        decimals = max(0, 1 - math.floor(math.log10(half * self.scale)))
-        return f"{mean * self.scale:,.{decimals}f} ± {half * self.scale:,.{decimals}f}"
+        return with_half_width(mean * self.scale, half and half * self.scale, self.write)
 
 
 _QUANTITIES = (

@@ -71,11 +71,14 @@ _SEEDS = TableSpec(
         RUN,
         ColumnSpec("runs", "seeds", integer),
         _LOSS_STEP,
-        ColumnSpec("loss", "mean loss [nat]", "{:.4f}".format),
-        ColumnSpec("loss_half", "+/- [nat]", "{:.1e}".format),
+        ColumnSpec("loss", "mean loss [nat]", "{:.4f}".format, "loss_half"),
         _VALIDATION_STEP,
-        ColumnSpec("validation_loss", "mean validation loss [nat]", "{:.4f}".format),
-        ColumnSpec("validation_loss_half", "+/- [nat]", "{:.1e}".format),
+        ColumnSpec(
+            "validation_loss",
+            "mean validation loss [nat]",
+            "{:.4f}".format,
+            "validation_loss_half",
+        ),
     ),
 )
 _RECEIVED = TableSpec("received", "Bytes received by axis and operation", (AXIS, OP))
@@ -94,8 +97,8 @@ _SCALING = TableSpec(
         ColumnSpec("efficiency", "efficiency", percent),
     ),
     in_latex=(
-        *("run", "ranks", "step_s", "tokens_per_s", "scaling"),
-        *("speedup", "speedup_low", "speedup_high", "efficiency"),
+        *("run", "ranks", "step_s", "scaling", "speedup", "speedup_low", "speedup_high"),
+        *("reference", "efficiency"),
     ),
 )
 _GAINS = TableSpec(

@@ -12,13 +12,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+_ROUNDING = 1e-9  # relative rounding error of a mean
+
 
 class ColumnSpec(NamedTuple):
-    """Column of a table, defined by its key in a row, its heading and its format function."""
+    """Column of a table, defined by its key in a row, its heading and its format function.
+
+    `half` is the key of the half-width of the confidence interval, if the value is a mean.
+    """
 
     key: str
     heading: str
     write: Callable = str
+    half: str = ""
 
     @property
     def is_text(self) -> bool:
@@ -27,7 +33,7 @@ class ColumnSpec(NamedTuple):
     def text(self, row: dict[str, Any]) -> str:
         """Return the formatted value of this column in a row, or a dash if it is unknown."""
         value = row.get(self.key)
-        return "-" if value is None else self.write(value)
+        return "-" if value is None else with_half_width(value, row.get(self.half), self.write)
 
 
 class TableSpec(NamedTuple):
@@ -118,6 +124,17 @@ def prefixed(value: float) -> str:
         if abs(value) >= size:
             return f"{digits(value / size)} {prefix}"
     return f"{value:.3g}" if value != int(value) else f"{value:.0f}"
+
+
+def with_half_width(mean: Any, half: float | None, write: Callable[[Any], str]) -> str:
+    """Format a mean and the half-width of its confidence interval, such as 5.32 ± 0.12.
+
+    If the half-width is unknown or a rounding error, the result is `write(mean)`.
+    """
+    if not half or half < _ROUNDING * abs(mean):
+        return write(mean)
+    decimals = max(0, 1 - math.floor(math.log10(half)))
+    return f"{mean:,.{decimals}f} ± {half:,.{decimals}f}"
 
 
 # Columns of the same format

@@ -46,7 +46,7 @@ same work) that has the same seed. It is undefined if no run has the same seed a
 Runs with the same configuration except for the seed. `mean loss [nat]` is the mean over the
 `seeds` of the loss after the last step that all runs have in common, `loss after step`, and `mean
 validation loss [nat]` the mean of the loss of the last common evaluation, `evaluated after step`.
-Each is followed by the half-width `+/- [nat]` of its 95 % confidence interval (Student's t).""",
+Each is followed by the half-width of its 95 % confidence interval (Student's t): 5.32 ± 0.12.""",
     "received": """\
 Bytes that a rank receives per step along each mesh axis if every collective uses a
 bandwidth-optimal algorithm. `difference` is relative to the first run. `time [ms]` is the time per

@@ -111,6 +111,18 @@ def test_number_formats(write, value, text):
     assert write(value) == text
 
 
+@pytest.mark.parametrize(
+    ("mean", "half", "text"),
+    [(3.5312, 0.2412, "3.53 ± 0.24"), (3.5312, None, "3.5312"), (3.5312, 1e-10, "3.5312")],
+)
+def test_mean_has_the_half_width_of_its_interval(mean, half, text):
+    field = table_format.ColumnSpec("loss", "mean loss [nat]", "{:.4f}".format, "loss_half")
+    row = {"loss": mean, "loss_half": half}
+    assert field.text(row) == text
+    assert text in table_format.latex([field], [row])
+    assert field.text({"loss": None}) == "-"
+
+
 def test_latex_tables_of_a_comparison_have_few_columns(tmp_path):
     """At most 9 columns fit into the width of a page. The other columns are in the CSV file."""
     heads = {}
@@ -123,8 +135,9 @@ def test_latex_tables_of_a_comparison_have_few_columns(tmp_path):
             assert next(csv.reader(file)) == [*row]
     few = {name: len(heads[name]) for name in ("runs", "scaling", "gains", "received")}
     assert few == {"runs": 9, "scaling": 9, "gains": 8, "received": 8}
-    assert [heads["scaling"][column] for column in (0, 2, 5)] == ["run", "step [ms]", "speedup"]
-    assert len(heads["seeds"]) == 8  # all columns
+    shown = "run", "step [ms]", "speedup", "reference"
+    assert [heads["scaling"][column] for column in (0, 2, 4, 7)] == [*shown]
+    assert len(heads["seeds"]) == 6  # all columns
 
 
 def test_text_table_of_many_runs_shows_the_first_columns():
