@@ -42,7 +42,6 @@ _RATES = ("tokens_per_s", "tokens_per_s_rank", "flop_per_s")
 _SPEEDUP = ("speedup", "speedup_low", "speedup_high")
 _PEERS = ("ranks", "p", "d", *LOAD)
 _ROUNDING = 1e-5  # losses agree if they differ by at most this fraction
-_STEPS = "too few steps"  # reason why a single sample has no interval
 _TWICE = 2.0  # from this ratio on, the verdict states a ratio instead of a percentage
 
 
@@ -297,7 +296,7 @@ def _too_few(*groups: SeedGroup) -> str:
         for each in groups
     ]
     number, noun = min(counts)
-    return _STEPS if number == 1 else f"{number} {noun} are too few"
+    return "too few steps" if number == 1 else f"{number} {noun} are too few"
 
 
 def _work(run: _Row, rate: str) -> float | None:
@@ -493,7 +492,7 @@ def _clause(row: _Row, first: _Row) -> str:
         reason = f"because {row['difference']}"
         return f"the step times of {one} and {other} are not compared, {reason}"
     low, high = row["speedup_low"], row["speedup_high"]
-    same = row["few"] != _STEPS if low is None else low <= 1 <= high
+    same = low is not None and low <= 1 <= high
     factor, none = f"{_ratio(speedup)} times", f"({row['few']} for an interval)"
     within = none if low is None else f"(95 % interval {_ratio(low)} to {_ratio(high)})"
     if row["scaling"] == "weak":

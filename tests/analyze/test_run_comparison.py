@@ -322,10 +322,10 @@ def test_groups_of_seeds_are_compared_by_the_medians_of_their_runs():
 @pytest.mark.parametrize(
     ("seeds", "other", "said"),
     [
-        (2, {}, f"b {SAME} a: 40.0% slower (2 seeds are too few for an interval)"),
-        (1, {}, f"b {SAME} a: 40.0% slower (2 runs are too few for an interval)"),
-        (2, {"ranks": 8}, "0.71 times as fast (2 seeds are too few for an interval)"),
-        (2, {"ranks": 8, "batch": 16, "flop_per_s": 1.0}, "do not differ significantly: 0.71 "),
+        (2, {}, "b is 40.0% slower than a (2 seeds are too few for an interval)"),
+        (1, {}, "b is 40.0% slower than a (2 runs are too few for an interval)"),
+        (2, {"ranks": 8}, "b is 0.71 times as fast as a on 8 ranks instead of 4 (2 seeds are "),
+        (2, {"ranks": 8, "batch": 16, "flop_per_s": 1.0}, "b reaches 0.71 "),
     ],
 )
 def test_step_times_of_two_samples_have_no_interval(seeds, other, said):
