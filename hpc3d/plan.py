@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from hpc3d.config.input_file import Config, MeshConfig
     from hpc3d.predict.planning.planned_layouts import PlannedLayouts, ResortedLayouts
     from hpc3d.predict.planning.ranking import RankedLayout, Ranking
-    from hpc3d.predict.planning.resorts import Fit
+    from hpc3d.predict.planning.resorts import FallbackLayout
     from hpc3d.predict.planning.search import Found
 
 # Columns of the table of memory-saving techniques. Each key is the JSON key of a value that is
@@ -264,7 +264,7 @@ def _report(
         print(json.dumps(about | _told(best, named, losers) | rest))
 
 
-def _mark(fit: Fit) -> str:
+def _mark(fit: FallbackLayout) -> str:
     """Return "*" if a layout's memory-saving technique changes the results, otherwise a blank."""
     return " " if fit.resort.exact else "*"
 

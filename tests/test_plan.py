@@ -272,9 +272,14 @@ def test_rejection_suggests_a_memory_size_that_fits(capsys):
     _, _, err = plan(capsys, *SMALL, "--memory", "1MB")
     assert "the smallest layout found, " in err and "on stage 0 (" in err
     assert "activations and communication buffers " in err and "in flight" not in err
-    memory = err.partition("use --memory ")[2].partition(",")[0]
-    code, out, _ = plan(capsys, *SMALL, "--memory", memory)
-    assert code == 0 and f" {float(memory[:-2]):.2f} MB each" in out
+    words = re.findall(r"--memory (\d+)MB(?:,| with offloading or a change)", err)
+    usual, least = map(int, words)
+    for memory in (usual, least):
+        code, out, _ = plan(capsys, *SMALL, "--memory", f"{memory}MB")
+        assert code == 0 and f" {memory:.2f} MB each" in out
+        assert ("No layout fits without offloading" in out) == (memory == least)
+    code, *_ = plan(capsys, *SMALL, "--memory", f"{least - 1}MB")
+    assert (code, least < usual) == (2, True)
 
 
 @pytest.mark.parametrize("words", [["--ranks", "0"], ["--memory", "8KG"], ["--top", "none"]])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from hpc3d.config.load import to_toml
 from hpc3d.predict.machine.machine import Machine
 from hpc3d.predict.planning.ranked_layouts import allowed, as_plain, ranked
 from hpc3d.predict.planning.ranking import RankedLayout, Ranking, estimated, shown_layout
-from hpc3d.predict.planning.resorts import Fit, fits
+from hpc3d.predict.planning.resorts import FallbackLayout, fallback_layouts
 from hpc3d.predict.planning.search import Found
 from hpc3d.predict.simulation.simulator import uncollected
 
@@ -45,8 +46,8 @@ class ResortedLayouts(NamedTuple):
 
     planned: PlannedLayouts
     nearest: RankedLayout
-    fit: Fit
-    others: list[Fit]
+    fit: FallbackLayout
+    others: list[FallbackLayout]
 
     def plain(self) -> dict[str, Any]:
         """Return a JSON-serializable dict for `--json`."""
@@ -75,9 +76,10 @@ def plan_layouts(
     planned = _planned(config, ranks, machine, memory, top)
     if planned.best:
         return planned, None
-    resorted = _resorted(source, overrides, planned, top)
+    tried = [*fallback_layouts(source, overrides, planned.ranking.search, planned.found)]
+    resorted = _resorted(planned, [each for each in tried if each.fits], top)
     if resorted is None:
-        raise ValueError(_nothing_fits(planned, memory))
+        raise ValueError(_nothing_fits(planned, tried))
     return resorted.planned, resorted
 
 
@@ -91,14 +93,13 @@ def _planned(
 
 
 def _resorted(
-    source: Path | str, overrides: Sequence[str], short: PlannedLayouts, top: int
+    short: PlannedLayouts, fitting: Sequence[FallbackLayout], top: int
 ) -> ResortedLayouts | None:
     """Plan with the first technique with which a layout fits in memory.
 
     Returns `None` if no layout fits with any technique.
     """
     search, machine = short.ranking.search, short.ranking.machine
-    fitting = [*fits(source, overrides, search, short.found)]
     for fit in fitting:
         again = _planned(fit.config, search.ranks, machine, search.memory, top)
         if again.best:
@@ -112,11 +113,23 @@ def _resorted(
     return None
 
 
-def _nothing_fits(planned: PlannedLayouts, memory: float) -> str:
-    row = planned.ranking.smallest()
+def _nothing_fits(planned: PlannedLayouts, tried: Sequence[FallbackLayout]) -> str:
+    """Return an error message with the smallest memory in which a layout fits.
+
+    The message also contains this memory for the techniques in `tried`, if it is smaller.
+    """
+    ranking = planned.ranking
+    row, memory = ranking.smallest(), ranking.search.memory
+    peak: float = row.peak
+    for estimate in sorted((each.estimate for each in tried), key=lambda each: each.peak):
+        if estimate.peak < peak:  # the simulated peak is rarely below the estimated one
+            peak = min(peak, max(estimate.peak, ranking.checked(estimate).peak))
+    sizes = f"--memory {ceil(row.peak / 1e6)}MB"
+    if memory < peak and ceil(peak / 1e6) < ceil(row.peak / 1e6):
+        sizes += f", --memory {ceil(peak / 1e6)}MB with offloading or a change of the results"
     return (
-        f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}; use --memory "
-        f"{-(-row.peak // 10**6)}MB, more ranks, a smaller model, or a smaller batch"
+        f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}; use {sizes}, "
+        "more ranks, a smaller model, or a smaller batch"
     )
 
 

@@ -388,11 +388,14 @@ class Ranking:
         offers = chain.from_iterable(each.offers for each in self.found.timed)
         nearest = sorted(offers, key=lambda each: each.peak)[:_LEAN]
         ways = (self.search.candidates.with_each_way(each.config) for each in nearest)
-        estimate = min(chain.from_iterable(ways), key=lambda each: each.peak)
+        smallest = self.checked(min(chain.from_iterable(ways), key=lambda each: each.peak))
+        return min([*self.known.values(), smallest], key=lambda row: row.peak)
+
+    def checked(self, estimate: Estimate) -> RankedLayout:
+        """Return the RankedLayout of an estimate, simulated if the budget allows."""
         if estimate.config not in self.known and _simulation_cost(estimate.config) <= self.most:
             self.run(estimate)
-        rows = [*self.known.values(), self.known.get(estimate.config, estimated(estimate))]
-        return min(rows, key=lambda row: row.peak)
+        return self.known.get(estimate.config, estimated(estimate))
 
     def reason(self, row: RankedLayout, winner: Estimate) -> str:
         """Return the component of the step time that increases most compared with `winner`."""

@@ -74,22 +74,23 @@ RESORTS = (
 )
 
 
-class Fit(NamedTuple):
-    """Fallback with which a layout fits in memory.
+class FallbackLayout(NamedTuple):
+    """Best layout with a fallback.
 
-    `config` is the input with the changes of the fallback, and `estimate` the fastest layout that
-    fits.
+    `config` is the input with the changes of the fallback. `estimate` is the fastest layout that
+    fits in memory or, if `fits` is False, the one with the lowest peak.
     """
 
     resort: Resort
     config: Config
     estimate: Estimate
+    fits: bool
 
 
-def fits(
+def fallback_layouts(
     source: Path | str, overrides: Sequence[str], search: Search, found: Found
-) -> Iterator[Fit]:
-    """Yield a Fit for each fallback with which a layout fits in memory.
+) -> Iterator[FallbackLayout]:
+    """Yield the best layout with each valid fallback.
 
     Each fallback is tried on the _NEAREST layouts with the lowest peak memory.
     """
@@ -114,7 +115,10 @@ def fits(
         ]
         fitting = [each for each in estimates if search.candidates.fits(each)]
         if fitting:
-            yield Fit(resort, config, min(fitting, key=lambda each: each.seconds))
+            yield FallbackLayout(resort, config, min(fitting, key=lambda each: each.seconds), True)
+        elif estimates:
+            smallest = min(estimates, key=lambda each: each.peak)
+            yield FallbackLayout(resort, config, smallest, False)
 
 
 def _changed(layout: Config, config: Config) -> Config:

@@ -16,9 +16,14 @@ def test_invalid_input_is_rejected_before_the_search():
         plan_layouts("gpt-serial", ["--mesh.order", "x y"], 4, load("h100"))
 
 
-def test_nearest_layout_is_named_if_nothing_fits():
-    with pytest.raises(ValueError, match=r"no layout fits in 0\.00 MB .* needs .* on "):
-        plan_layouts("gpt-serial", TINY, 1, load("h100"), 1000.0)
+@pytest.mark.parametrize(
+    ("hidden", "sizes"),
+    [("32", "1MB, more"), ("128", "5MB, --memory 3MB with offloading or a change of the results")],
+)
+def test_nearest_layout_and_sizes_are_named_if_nothing_fits(hidden, sizes):
+    line = rf"no layout fits in 0\.00 MB .* needs .* on .* use --memory {sizes}"
+    with pytest.raises(ValueError, match=line):
+        plan_layouts("gpt-serial", [*TINY, f"--model.hidden={hidden}"], 1, load("h100"), 1000.0)
 
 
 def test_sizes_are_printed_with_units():

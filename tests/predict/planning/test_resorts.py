@@ -5,7 +5,7 @@ import pytest
 
 from hpc3d.comm.threads import run
 from hpc3d.config.load import load
-from hpc3d.predict.planning.resorts import RESORTS, fits
+from hpc3d.predict.planning.resorts import RESORTS, fallback_layouts
 from hpc3d.predict.planning.search import Search
 from hpc3d.predict.simulation.simulator import simulate
 from tests.pipeline.mixes import config_of, train
@@ -45,7 +45,7 @@ def test_exact_techniques_come_first():
 def test_techniques_that_help_are_found_and_fit_in_simulation(least):
     search, found = searched(0.8 * least)
     assert not any(each.fits for each in found.timed)
-    fitting = [*fits(None, WORDS, search, found)]
+    fitting = [each for each in fallback_layouts(None, WORDS, search, found) if each.fits]
     names = [fit.resort.text for fit in fitting]
     assert names == [resort.text for resort in RESORTS if resort.text in names]
     assert "train.optimizer=adafactor" in names and "parallel.keep_dtype=int8" not in names
@@ -64,7 +64,7 @@ def test_techniques_that_the_rules_reject_are_omitted(least):
     """SGD has almost no states that could be offloaded."""
     search, found = searched(0.8 * least)
     words = [*WORDS, "--train.optimizer", "sgd"]
-    texts = [fit.resort.text for fit in fits(None, words, search, found)]
+    texts = [fit.resort.text for fit in fallback_layouts(None, words, search, found)]
     assert not [text for text in texts if text.startswith('parallel.offload=["optimizer"')]
 
 
