@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc3d.console.command_line import Parser, complain, run, split_options
+from hpc3d.console.command_line import TOP_KEYS, Parser, complain, run, split_options
 from hpc3d.console.exit_codes import CHECK_FAILED
 from hpc3d.console.sanitize import counted, sanitized
 
@@ -36,7 +36,7 @@ _EXITS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, or 2 for invalid input, or 3 for a damaged checkpoint."""
-    words, settings = split_options(sys.argv[1:] if argv is None else argv, ("--name", "--seed"))
+    words, settings = split_options(sys.argv[1:] if argv is None else argv, TOP_KEYS)
     options = parser().parse_args(words)
     return run("checkpoint", lambda: _act(options, settings))
 

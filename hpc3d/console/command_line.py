@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any, NoReturn
 
 from hpc3d.console.exit_codes import BAD_INPUT, INTERRUPTED, REFUSED
@@ -23,6 +22,7 @@ from hpc3d.console.sanitize import (
 )
 
 _EXITS = "exit codes: 0 success, 2 invalid input (explained on standard error)"
+TOP_KEYS = "--name", "--seed"  # configuration options without a section
 _LAUNCHING = "train, evaluate and generate"  # commands with the option --launch
 _ON_RANKS = {"bench", "doctor", "partition"}  # other commands that run under mpirun
 
@@ -59,21 +59,24 @@ class Parser(argparse.ArgumentParser):
         complain(self.verb, problems)
         self.exit(BAD_INPUT)
 
-    def parse_known_args(self, *words: Any, **how: Any) -> Any:
+    def parse_known_args(self, words: Sequence[str] | None = None, *how: Any) -> Any:
         """Parse a command line; `parse_args` also calls this method.
 
+        Configuration options and their values are returned with the unknown arguments.
         Printing the help text to a closed pipe, as in `--help | head`, is not an error.
         """
+        keys = [key for key in TOP_KEYS if key not in self._option_string_actions]
+        ours, settings = split_options(sys.argv[1:] if words is None else words, keys)
         with sanitized_streams():
             try:
-                parsed = super().parse_known_args(*words, **how)
+                found, others = super().parse_known_args(ours, *how)
             except OutputError as error:
                 self.refuse([file_and_reason(error)])
-            if has_option(parsed[1], "--launch"):
+            if has_option(others, "--launch"):
                 self.error(f"--launch is an option of {_LAUNCHING}; {self._without_launch()}")
             if self._problems:
                 self.error(self._problems.pop())
-            return parsed
+            return found, [*others, *settings]
 
     def _without_launch(self) -> str:
         if self.verb in _ON_RANKS:
@@ -138,13 +141,17 @@ def split_options(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[
 
     Returns both lists. The options named in `also` count as configuration options.
     """
-    ours, settings, words = [], [], iter(words)
+    ours: list[str] = []
+    settings: list[str] = []
+    into = ours
     for word in words:
         name, equals, _ = word.partition("=")
         if name in also or (name.startswith("--") and "." in name):
-            settings += [word, *islice(words, 0 if equals else 1)]
+            settings.append(word)
+            into = ours if equals else settings  # list of the next word, unless it is an option
         else:
-            ours.append(word)
+            (ours if word.startswith("--") else into).append(word)
+            into = ours
     return ours, settings
 
 

@@ -67,6 +67,28 @@ def test_launch_is_an_option_of_three_commands(verb, words, said, capsys):
         assert re.fullmatch(elided(f"hpc3d.{verb}: {said}; see --help\n"), err)
 
 
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        ("--mesh.x 4 a --out b", "--mesh.x 4"),
+        ("a --mesh.x=4 --out b --seed 1", "--mesh.x=4 --seed 1"),
+        ("--out b --mesh.x --seed 1 a", "--mesh.x --seed 1"),
+        ("--out b --mesh.x 4 --seed 1", None),
+    ],
+)
+def test_value_of_a_key_is_not_the_input(line, settings, capsys):
+    parser = Parser("test", "Test.")
+    parser.add_argument("input", metavar="INPUT")
+    parser.add_argument("--out")
+    if settings is None:
+        with pytest.raises(SystemExit):
+            parser.parse_known_args(line.split())
+        assert "arguments are required: INPUT; see --help" in capsys.readouterr().err
+    else:
+        options, rest = parser.parse_known_args(line.split())
+        assert (options.input, options.out, rest) == ("a", "b", settings.split())
+
+
 def test_option_that_begins_with_another_name_is_unknown(capsys):
     with pytest.raises(SystemExit):
         Parser("test", "Test.").parse_args(["--launched", "4"])
