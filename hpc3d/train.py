@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from hpc3d.config.argument_types import ranks_taken
-from hpc3d.console.command_line import positional, taken
+from hpc3d.console.command_line import mistyped_options, positional, taken
 from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.runtime import environment, launch, mpi_launcher
 
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from hpc3d.pipeline.program import Program
     from hpc3d.runtime.job import Job
     from hpc3d.training.run_loop import RunningJob, RunPlan
+
+_OPTIONS = "--launch", "--resume", "--dry-run", "--machine", "--ranks", "--help"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,6 +126,7 @@ def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
     from hpc3d.runtime.metrics_file import sinks_of
     from hpc3d.training.run_loop import RunPlan
 
+    refuse(mistyped_options(words, _OPTIONS))
     run = run_to_resume(words)
     path = positional(words)
     given = path is not None

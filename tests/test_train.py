@@ -141,6 +141,14 @@ def test_each_input_problem_is_one_line_and_exits_with_2(bad, tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.parametrize("option", ["launch", "resume", "dry-run", "machine", "ranks"])
+def test_mistyped_option_suggests_an_option_of_train(option):
+    mistyped = f"--{option[:2]}{option[3:]}"
+    line = f"^{mistyped}: unknown option; did you mean --{option}[?]$"
+    with pytest.raises(ValueError, match=line):
+        verb.read_command_line(1, ["--train.steps", "3", mistyped, "4"])
+
+
 # What a run leaves
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from hpc3d.console.exit_codes import BAD_INPUT, INTERRUPTED, REFUSED
@@ -23,6 +24,7 @@ from hpc3d.console.sanitize import (
 
 _EXITS = "exit codes: 0 success, 2 invalid input (explained on standard error)"
 TOP_KEYS = "--name", "--seed"  # configuration options without a section
+_ALIKE = 0.8  # smallest similarity of a mistyped option and the option in its error message
 _LAUNCHING = "train, evaluate and generate"  # commands with the option --launch
 _ON_RANKS = {"bench", "doctor", "partition"}  # other commands that run under mpirun
 
@@ -67,6 +69,8 @@ class Parser(argparse.ArgumentParser):
         """
         keys = [key for key in TOP_KEYS if key not in self._option_string_actions]
         ours, settings = split_options(sys.argv[1:] if words is None else words, keys)
+        if problems := mistyped_options(ours, [*self._option_string_actions]):
+            self.refuse(problems)
         with sanitized_streams():
             try:
                 found, others = super().parse_known_args(ours, *how)
@@ -158,6 +162,20 @@ def split_options(words: Iterable[str], also: Sequence[str] = ()) -> tuple[list[
 def has_option(words: Iterable[str], option: str) -> bool:
     """Return True if the command-line arguments `words` contain an option."""
     return any(word.partition("=")[0] == option for word in words)
+
+
+def mistyped_options(words: Iterable[str], known: Sequence[str]) -> list[str]:
+    """Return an error message for each option that is similar to one of the `known` options."""
+    names = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
+    bare = [option.lstrip("-") for option in known]
+    near = {
+        name: get_close_matches(name[2:], bare, 1, _ALIKE) for name in names if name not in known
+    }
+    return [
+        f"{name}: unknown option; did you mean --{found[0]}?"
+        for name, found in near.items()
+        if found
+    ]
 
 
 def taken(words: list[str], option: str) -> str | None:

@@ -89,6 +89,28 @@ def test_value_of_a_key_is_not_the_input(line, settings, capsys):
         assert (options.input, options.out, rest) == ("a", "b", settings.split())
 
 
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        ("a --rank 8 --mach=b", ["--rank: unknown option; did you mean --ranks?"]),
+        ("--jsn --rnks 8", ["--jsn: ... --json?", "--rnks: ... --ranks?"]),
+        ("--ranks 8 --train 3 --steps 4 --ranks.x 5", []),
+    ],
+)
+def test_mistyped_option_suggests_an_option_of_the_command(line, lines, capsys):
+    parser = Parser("test", "Test.")
+    parser.add_argument("--ranks")
+    parser.add_argument("--json", action="store_true")
+    if lines:
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_known_args(line.split())
+        assert ended.value.code == BAD_INPUT
+    else:
+        parser.parse_known_args(line.split())
+    expected = "".join(f"hpc3d.test: {each}\n" for each in lines)
+    assert re.fullmatch(elided(expected), capsys.readouterr().err)
+
+
 def test_option_that_begins_with_another_name_is_unknown(capsys):
     with pytest.raises(SystemExit):
         Parser("test", "Test.").parse_args(["--launched", "4"])
