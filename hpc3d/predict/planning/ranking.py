@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpc3d.predict.planning.search import Found, Search
     from hpc3d.tensor.split import Split
 
-_CUBOIDS = ("1d-sequence", "2d", "3d")  # 3-D, and its special cases with axes of size 1
+_CUBOIDS = ("2d", "3d")  # 3-D, and its special case with z = 1
 _NAMED = {
     "1-D": lambda config: kind(config) == "1-D",
     "2-D": lambda config: kind(config) == "2-D",
@@ -94,8 +94,10 @@ class Loser(NamedTuple):
 
 
 def _is_cuboid(config: Config) -> bool:
+    """Return True for a 3-D product on a mesh with at least two tensor axes longer than 1."""
     named = config.parallel.split is None and config.parallel.scheme in _CUBOIDS
-    return named and kind(config) != "none"
+    mesh = config.mesh
+    return named and [mesh.x, mesh.y, mesh.z].count(1) < 2
 
 
 def _is_cube(mesh: MeshConfig) -> bool:

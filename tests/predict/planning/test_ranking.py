@@ -55,6 +55,15 @@ def test_communication_of_a_layout_excludes_waiting_for_other_stages():
     assert sum(rough.waits.values()) > within
 
 
+def test_best_cuboid_has_at_least_two_tensor_axes():
+    searched, found = search()
+    ranking = Ranking(searched, found, CLUSTER, most=1e9)
+    ranking.widen()
+    config = ranking.named()["best cuboid"].config
+    assert config.parallel.scheme in ("2d", "3d")
+    assert [config.mesh.x, config.mesh.y, config.mesh.z].count(1) < 2
+
+
 @pytest.mark.slow
 def test_named_layouts_include_the_best_of_each_scheme(monkeypatch):
     searched, found = search()
