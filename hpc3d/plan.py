@@ -362,7 +362,7 @@ def show(
                 print(sanitized(f"{name}: none is valid; {row}"))
             else:
                 print(f"{name}:\n   {mark}{line(row)}{_over(row, memory)}")
-    print("\nWhy other layouts are slower (number of layouts, reason, best layout of the group):")
+    print("\nWhy other layouts are slower (number of combinations, reason, best of the group):")
     print("(~: estimated from the simulation of one layer, the embedding and the head)")
     for reason, count, nearest in losers:
         print(f"{count:5d} {_because(reason, nearest)}")
@@ -372,13 +372,14 @@ def _show_search(found: Found, ranking: Ranking) -> None:
     """Print how many layouts the search excluded, considered, estimated and simulated."""
     sizes = len(found.timed) + len(found.cut) + len(found.left)
     print(
-        f"\n{counted(found.considered, 'layout')} with {sizes:,} combinations of mesh sizes and "
-        "scheme; "
-        f"{ranking.search.candidates.count:,} estimated, {len(ranking.known)} simulated"
+        f"\n{counted(found.considered, 'layout')}; {ranking.search.candidates.count:,} estimated, "
+        f"{len(ranking.known)} simulated"
     )
-    print(f"{len(found.cut):5d} combinations were excluded by a lower bound on their step time")
+    print(f"{counted(sizes, 'combination')} of mesh sizes and scheme:")
+    print(f"{len(found.timed):5d} estimated: that of layout 1, and the groups above")
+    print(f"{len(found.cut):5d} excluded by a lower bound on their step time")
     if found.left:
-        print(f"{len(found.left):5d} less promising combinations were skipped to save time")
+        print(f"{len(found.left):5d} less promising, skipped to save time")
     if line := ranking.search.unsearched:
         print(line)
 

@@ -88,6 +88,20 @@ def test_best_layouts_are_listed(best):
 
 
 @pytest.mark.slow
+def test_groups_and_counts_cover_all_combinations(best):
+    text = "\n".join(best)
+    groups = re.findall(
+        r"^ +(\d+) .*; ~?[\d.]+ m?s ", text.partition("\nWhy other")[2], re.MULTILINE
+    )
+    counts = re.findall(r"^ +(\d+) (?:estimated|excluded|less promising)", text, re.MULTILINE)
+    assert sum(map(int, groups)) + 1 == int(counts[0])
+    combinations = re.search(
+        r"^([\d,]+) combinations of mesh sizes and scheme:", text, re.MULTILINE
+    )
+    assert sum(map(int, counts)) == int(combinations[1].replace(",", ""))
+
+
+@pytest.mark.slow
 def test_json_output_has_the_same_layouts(best):
     found = json.loads(best[-1])
     assert (found["machine"], found["ranks"], found["memory_bytes"]) == ("h100", 8, 80e9)

@@ -217,7 +217,7 @@ def planning_funnel():
     levels = [
         ("3,421,840 layouts", "405 mesh sizes and schemes, all allowed by the rules", 96),
         ("lower bounds", "116 sizes pruned: even their lower bound is too slow", 78),
-        ("estimates", "39 sizes timed with 476 layouts, 250 sizes not visited", 62),
+        ("estimates", "37 sizes timed with 470 layouts, 252 sizes not visited", 62),
         ("simulation", "23 layouts simulated in full", 46),
         ("result", "10 layouts listed", 32),
     ]

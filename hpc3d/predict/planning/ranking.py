@@ -83,9 +83,10 @@ class RankedLayout(NamedTuple):
 
 
 class Loser(NamedTuple):
-    """Group of `count` layouts that are slower than the best one for the same `reason`.
+    """Group of layouts that are slower than the best one for the same `reason`.
 
-    `nearest` is the fastest layout of the group that fits in memory.
+    `count` is the number of combinations of mesh sizes and scheme in the group. `nearest` is the
+    fastest layout of the group that fits in memory.
     """
 
     reason: str
