@@ -62,7 +62,7 @@ def find(word: str, kind: Kind) -> Path:
         refuse_model(word)
     wrong = "is a folder" if os.path.isdir(word) else f"no such {kind.title}"
     near = get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    hint = f"did you mean {near[0]}? Otherwise, " if near else ""
     remedy = f"specify a path, or one of {', '.join(sorted(known))}"
     if "/" in (path := str(word)) or path.endswith(".toml"):
         remedy = "specify a file" if os.path.isdir(word) else "specify an existing path"

@@ -122,9 +122,21 @@ def test_folder_with_a_shipped_name_is_ignored(elsewhere):
 @pytest.mark.parametrize(
     ("word", "kind", "begins"),
     [
-        ("gpt-3d-46", INPUT, "gpt-3d-46: no such input; did you mean gpt-3d-64? specify "),
-        ("inputs/gpt-4d.toml", INPUT, "inputs/gpt-4d.toml: no such input; did you mean "),
-        ("machines/H100", MACHINE, "machines/H100: no such machine; did you mean h100? "),
+        (
+            "gpt-3d-46",
+            INPUT,
+            "gpt-3d-46: no such input; did you mean gpt-3d-64? Otherwise, specify a path, or ",
+        ),
+        (
+            "inputs/gpt-4d.toml",
+            INPUT,
+            "inputs/gpt-4d.toml: no such input; did you mean gpt-4d-64? Otherwise, ",
+        ),
+        (
+            "machines/H100",
+            MACHINE,
+            "machines/H100: no such machine; did you mean h100? Otherwise, ",
+        ),
         ("mine/x.toml", MACHINE, "mine/x.toml: no such machine; specify an existing path"),
         ("none.toml", INPUT, "none.toml: no such input; specify an existing path"),
         ("results/run", INPUT, "results/run: no such input; specify an existing path"),
