@@ -54,10 +54,11 @@ The backward pass of a microbatch always uses the same weights as its forward pa
 stage stores these weights (weight stashing). Each gradient is therefore the exact gradient at an
 earlier version of the stage's weights.
 
-hpc3d has no other form of asynchronous training. In particular, data-parallel replicas never
-update their weights independently, because the staleness of their gradients would be unbounded
-and would depend on timing. A run with such updates could not be repeated or compared with a
-serial model.
+No other schedule uses stale weights. [Local updates](local-updates.md) are a second form of
+asynchronous training: data-parallel replicas update their weights independently for a fixed
+number of steps before they average their parameters. In both forms, the staleness is fixed by
+the input file and does not depend on timing. A run can therefore be repeated, and its results can
+be compared with a serial model.
 
 ## Custom schedules
 
