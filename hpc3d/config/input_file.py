@@ -209,8 +209,8 @@ class ParallelConfig:
     """Number of model chunks (virtual stages) per pipeline stage. Default: determined by the
     schedule."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Number of layers in each model chunk, in model order, such as [3, 2, 2, 1]. Default: the
-    layers are distributed evenly."""
+    """Number of layers in each model chunk, in model order, such as [3, 2, 2, 0]. Default: the
+    layers are distributed evenly, with at least one layer per chunk."""
     context: Literal["ring", "all-to-all", "both"] = "ring"
     """Context-parallel algorithm: ring attention, all-to-all over attention heads (Ulysses), or
     both, that is, an all-to-all in groups of neighboring ranks and a ring between these groups."""

@@ -24,23 +24,25 @@ def wrong_pipeline(config: Config) -> Iterator[str]:
 
 
 def _wrong_chunks(config: Config) -> Iterator[str]:
-    """Report an error if model chunks outnumber layers or the layer distribution is invalid."""
+    """Report an invalid distribution of layers, or too few layers for an even distribution."""
     parallel, layers = config.parallel, config.model.layers
-    parts = config.mesh.p * parallel.chunks
-    if parts > layers:
-        chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
-        unit = "model chunks" if chunks else "stages"
-        remedy = f"use at most {layers} {unit}, or more layers"
-        key = f"mesh.p = {config.mesh.p}{chunks}"
-        yield f"{key}: {parts} {unit} need a layer each, but model.layers = {layers}; {remedy}"
-    elif (stages := parallel.layers_per_stage) is not None:
-        key, found = f"parallel.layers_per_stage = {list(stages)}", counted(sum(stages), "layer")
-        if len(stages) != parts:
-            yield f"{key}: {counted(len(stages), 'number')} for {parts} chunks; set one per chunk"
-        elif min(stages) < 0:
-            yield f"{key}: a chunk cannot have {min(stages)} layers; use 0 or more"
-        elif sum(stages) != layers:
-            yield f"{key}: {found} in total, but model.layers = {layers}; use a total of {layers}"
+    parts, stages = config.mesh.p * parallel.chunks, parallel.layers_per_stage
+    if stages is None:
+        if parts > layers:
+            chunks = f" x parallel.chunks = {parallel.chunks}" if parallel.chunks > 1 else ""
+            unit = "model chunks" if chunks else "stages"
+            key = f"mesh.p = {config.mesh.p}{chunks}"
+            why = f"{parts} {unit} need a layer each, but model.layers = {layers}"
+            remedy = f"use at most {layers} {unit}, more layers, or parallel.layers_per_stage"
+            yield f"{key}: {why}; {remedy}"
+        return
+    key, found = f"parallel.layers_per_stage = {list(stages)}", counted(sum(stages), "layer")
+    if len(stages) != parts:
+        yield f"{key}: {counted(len(stages), 'number')} for {parts} chunks; set one per chunk"
+    elif min(stages) < 0:
+        yield f"{key}: a chunk cannot have {min(stages)} layers; use 0 or more"
+    elif sum(stages) != layers:
+        yield f"{key}: {found} in total, but model.layers = {layers}; use a total of {layers}"
 
 
 def _wrong_schedule(config: Config) -> Iterator[str]:

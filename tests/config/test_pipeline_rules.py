@@ -206,6 +206,12 @@ def test_negative_layers_per_stage_are_rejected():
     assert re.match(elided("parallel.layers_per_stage = [3, -1]: ... -1 ... 0"), said)
 
 
+def test_listed_chunks_can_have_no_layers():
+    sizes = "--model.layers 2 --mesh.p 4 --mesh.x 1 --mesh.y 1 --mesh.z 1"
+    config = load(None, [*sizes.split(), "--parallel.layers_per_stage", "[0, 2, 0, 0]"])
+    assert [*map(len, resolve(config, 4).layers())] == [0, 2, 0, 0]
+
+
 def test_asynchronous_schedule_limits_the_number_of_steps():
     how = "--mesh.p 2 --parallel.schedule pipedream-2bw --parallel.microbatches 2 --train.steps"
     resolve(load(None, [*how.split(), "12500"]), 2)

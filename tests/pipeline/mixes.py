@@ -194,6 +194,8 @@ p=2 d=2 x=2 schedule=1f1b microbatches=3 zero=1 sequence=6 boundaries=true separ
 c=4 x=2 schedule=none microbatches=2 sequence=8 boundaries=true kind=llama ffn=48 dropout=0.25
 c=2 z=2 schedule=none microbatches=3 sequence=8 context=all-to-all boundaries=true window=5
 c=2 x=2 schedule=none microbatches=2 sequence=8 window=4 context=all-to-all experts=4 capacity=4
+p=8 schedule=1f1b microbatches=4 layers_per_stage=[1,1,1,1,0,0,0,0]
+p=4 schedule=interleaved chunks=2 microbatches=4 layers_per_stage=[1,0,1,0,1,0,1,0]
 """.strip().splitlines()
 
 # Four axes at once, for real ranks only.
