@@ -67,6 +67,14 @@ _SECTION = (
     ("bytes", "received", 1e-6, 11),
     ("saved_bytes", "saved [MB]", 1e-6, 13),
 )
+# Keys of an input file in messages about schedules, and the options of `simulate schedule`.
+_OPTIONS = {
+    "mesh.p": "--stages",
+    "parallel.schedule": "--name",
+    "parallel.microbatches": "--microbatches",
+    "parallel.chunks": "--chunks",
+    "train.steps": "--steps",
+}
 _SCHEDULE_JSON = """\
 print one JSON object on the last line, with the keys name, stages, microbatches, chunks, steps,
 the given times, makespan [s], bubble, and lists with in_flight and weight_inputs of each stage.
@@ -312,7 +320,10 @@ def _schedule(options):
         need("--png", "matplotlib")
     sizes = options.stages, options.microbatches, options.chunks, options.steps
     times = {name: getattr(options, name) for name in TIMES}
-    simulated = ideal_run(options.name, *sizes, times, options.memory)
+    try:
+        simulated = ideal_run(options.name, *sizes, times, options.memory)
+    except ValueError as error:
+        raise ValueError(_with_options(str(error))) from None
     if options.csv:
         _write_csv(options, simulated.passes, simulated.placement)
     found = simulated.found()
@@ -324,6 +335,13 @@ def _schedule(options):
         draw_gantt([(simulated.title, spans(simulated.rows))], options.png)
     if options.json:
         print(json.dumps(found))
+
+
+def _with_options(message):
+    """Replace the keys of an input file in a message by options of `simulate schedule`."""
+    for key, option in _OPTIONS.items():
+        message = message.replace(f"{key} = ", f"{option} ")
+    return message
 
 
 def _print(simulated, found):

@@ -93,16 +93,27 @@ def test_schedule_figure_is_written(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--name", "1f1c", *SMALL], "'1f1c': did you mean 1f1b"),
-        (["--name", "none", *SMALL], "mesh.p = 2: schedule none supports only one stage"),
-        (["--name", "1f1b", *SMALL, "--chunks", "0"], "parallel.chunks = 0: must be at least 1"),
-        (["--name", "1f1b", *SMALL, "--steps", "2"], "steps = 2: all steps of schedule 1f1b"),
-        (["--name", "pipedream", *SMALL, "--steps", "0"], "steps = 0: must be at least 1"),
+        (["--name", "1f1c", *SMALL], "--name '1f1c': did you mean 1f1b"),
+        (
+            ["--name", "none", *SMALL],
+            "--stages 2: schedule none supports only one stage; use 1f1b or --stages 1",
+        ),
+        (["--name", "1f1b", *SMALL, "--chunks", "0"], "--chunks 0: must be at least 1"),
+        (["--name", "1f1b", *SMALL, "--steps", "2"], "--steps 2: all steps of schedule 1f1b"),
+        (["--name", "pipedream", *SMALL, "--steps", "0"], "--steps 0: must be at least 1"),
         (
             ["--name", "pipedream", *SMALL, "--csv", "x.csv"],
             "--csv x.csv: the steps of pipedream overlap",
         ),
-        (["--name", "csv:nowhere.csv", *SMALL], "nowhere.csv: No such file"),
+        (
+            ["--name", "csv:nowhere.csv", *SMALL],
+            "--name csv:nowhere.csv: nowhere.csv: No such file",
+        ),
+        (
+            ["--name", "interleaved", "--stages", "4", "--microbatches", "2"],
+            "--microbatches 2: schedule interleaved needs at least one microbatch per stage; "
+            "use 4 or more, or --stages 2",
+        ),
         (["--name", "1f1b", *SMALL, "--csv", "no/where.csv"], "No such file"),
         (
             ["--name", "1f1b", *SMALL, "--forward", "0", "--backward", "0", "--weight", "0"],

@@ -296,9 +296,9 @@ def instruction_streams(
     schedule = find(name)
     problem = schedule.forbids(stages, micros, chunks)
     if steps < 1:
-        problem = f"steps = {steps}: must be at least 1"
+        problem = f"train.steps = {steps}: must be at least 1"
     elif steps > 1 and not schedule.asynchronous:
-        problem = f"steps = {steps}: all steps of schedule {name} are identical; use 1"
+        problem = f"train.steps = {steps}: all steps of schedule {name} are identical; use 1"
     if problem:
         raise ValueError(problem)
     placement = Placement(stages, chunks, schedule.v_shaped)

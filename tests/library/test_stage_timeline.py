@@ -51,7 +51,7 @@ def test_simulation_accepts_times_per_stage_and_message():
         ("1f1b", {"forward": -1}, "--forward = -1: "),
         ("1f1b", {"weight": [1, "2"]}, "--weight = '2': "),
         ("1f1b", {"forward": [1, 2, 3]}, "forward: 3 values for 2 model chunks"),
-        ("1f1b", {"steps": 2}, "steps = 2: "),
+        ("1f1b", {"steps": 2}, "train.steps = 2: "),
     ],
 )
 def test_rejected_schedule_raises_value_error(name, how, line):

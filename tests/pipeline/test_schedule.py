@@ -120,7 +120,7 @@ def test_unsupported_sizes_are_rejected(name, sizes, line):
 
 
 def test_synchronous_schedule_allows_one_step():
-    with pytest.raises(ValueError, match=r"steps = 2: .* schedule 1f1b .* 1"):
+    with pytest.raises(ValueError, match=r"^train.steps = 2: .* schedule 1f1b .* 1"):
         instruction_streams("1f1b", 2, 4, steps=2)
 
 
