@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from itertools import chain, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from hpc3d.config import deprecated_keys
 from hpc3d.config.familiar_names import familiar
@@ -103,10 +103,13 @@ def _with_lists(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _listed_names(section: str, key: str) -> Iterator[str]:
     """Yield the names in the lists that the type of a key allows."""
+    return chain.from_iterable(map(get_args, _item_types(section, key)))
+
+
+def _item_types(section: str, key: str) -> Iterator[Any]:
+    """Yield the type of the items of each list that the type of a key allows."""
     kind = get_type_hints(type(getattr(Config(), section))).get(key)
-    for each in (kind, *get_args(kind)):
-        if get_origin(each) is tuple and get_origin(get_args(each)[0]) is Literal:
-            yield from get_args(get_args(each)[0])
+    return (get_args(each)[0] for each in (kind, *get_args(kind)) if get_origin(each) is tuple)
 
 
 def _expand_paths(tree: dict[str, Any]) -> None:
@@ -313,6 +316,8 @@ def _explain(key: str, errors: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     remedy = "correct the value"
     if "list" in reasons[-1] and str(first["input"]).startswith("["):
         remedy = _quoted(key)
+    elif "list" in reasons[0]:
+        remedy = f"write a list, as in {_list_option(key)}"
     yield f"{key}: {' or '.join([reasons[0], *also])}, not {found}; {remedy}"
 
 
@@ -336,7 +341,14 @@ def _any_of(names: Sequence[str]) -> str:
 
 def _quoted(key: str) -> str:
     """Return advice on a list from a shell, which removes the double quotes of its strings."""
-    return f"""in a shell, put the list in single quotes: --{key} '["one", "two"]'"""
+    return f"in a shell, put the list in single quotes: {_list_option(key)}"
+
+
+def _list_option(key: str) -> str:
+    """Return an example of an option that sets a key to a list of the type of the key."""
+    *_, item = str, *_item_types(*key.split(".")[:2])
+    example = get_args(item)[:1] or (("one", "two") if item is str else (1, 1))
+    return f"--{key} '{literal(example)}'"
 
 
 def _foreign(key: str, value: Any) -> Iterator[str]:

@@ -155,6 +155,18 @@ def test_missing_file_is_rejected(tmp_path):
             ["--data.path", "[a.txt, b.txt]"],
             '--data.path [a.txt, b.txt]: not a list; in a shell, ... --data.path \'["one", ',
         ),
+        (
+            ["--parallel.layers_per_stage", "[1,a]"],
+            "parallel.layers_per_stage: ... not '[1,a]'; in a shell, ... --parallel... '[1, 1]'",
+        ),
+        (
+            ["--parallel.layers_per_stage", "1,1"],
+            "parallel.layers_per_stage: ...; write a list, as in --parallel... '[1, 1]'",
+        ),
+        (
+            ["--parallel.offload", "disk"],
+            "parallel.offload: ...; write a list, as in --parallel.offload '[\"optimizer\"]'",
+        ),
         (["--data.path", '["a", 3, 4]'], "data.path[1]: input should be a valid string, not 3; "),
     ],
 )
