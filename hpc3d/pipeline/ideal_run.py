@@ -133,7 +133,7 @@ def _searched(
 
     problem = SCHEDULES[DEFAULT]._replace(name=SEARCH).forbids(stages, micros, chunks)
     if problem or steps != 1:
-        raise ValueError(problem or f"train.steps = {steps}: schedule {SEARCH} requires 1")
+        raise ValueError(problem or f"train.steps = {steps}: schedule {SEARCH} requires 1; use 1")
     costs = [cost] * stages if isinstance(cost, Cost) else cost
     limit = StageMemory(1, 1, micros if memory is None else memory)
     return find_schedule(Workload(micros, costs, [limit] * stages))

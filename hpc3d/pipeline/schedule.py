@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from hpc3d.console.sanitize import counted
 from hpc3d.pipeline.instruction import Instruction, Placement, from_pattern
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import dualpipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
@@ -194,8 +195,9 @@ class Schedule(NamedTuple):
         for key, size in sizes.items():
             if size < 1:
                 return f"{key} = {size}: must be at least 1"
-        if chunks != (self.chunks or chunks):
-            return f"parallel.chunks = {chunks}: schedule {self.name} requires {self.chunks}"
+        if self.chunks and chunks != self.chunks:
+            requires = f"schedule {self.name} requires {counted(self.chunks, 'chunk')} per stage"
+            return f"parallel.chunks = {chunks}: {requires}; use {self.chunks}"
         return self.rule(self.name, stages, micros)
 
     def stream(

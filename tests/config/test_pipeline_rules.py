@@ -59,7 +59,7 @@ PIPELINES = [
     ),
     (
         {"mesh.p": 2, "parallel.chunks": 2, "model.layers": 4},
-        "parallel.chunks = 2: schedule 1f1b requires 1",
+        "parallel.chunks = 2: schedule 1f1b requires 1 chunk per stage; use 1",
     ),
     (
         {

@@ -48,8 +48,12 @@ def test_searched_schedule_reports_its_bound_and_observes_the_memory_limit():
     ("name", "changes", "line"),
     [
         ("search", {"memory": 0}, "--memory: the saved data of one microbatch on stage 0 needs 1"),
-        ("search", {"chunks": 2}, "parallel.chunks = 2: schedule search requires 1"),
-        ("search", {"steps": 2}, "train.steps = 2: schedule search requires 1"),
+        (
+            "search",
+            {"chunks": 2},
+            "parallel.chunks = 2: schedule search requires 1 chunk per stage; use 1",
+        ),
+        ("search", {"steps": 2}, "train.steps = 2: schedule search requires 1; use 1"),
         ("zb-h1", {"memory": 2}, "--memory: not supported by schedule zb-h1"),
     ],
 )
