@@ -73,14 +73,21 @@ def run_to_resume(words: list[str]) -> Path | None:
     index = words.index("--resume")
     run = Path((words[index + 1 : index + 2] or [""])[0])
     del words[index : index + 2]
+    remedy = "specify a folder results/NAME-STAMP"
     try:
-        if (run / "config.toml").exists() or steps_of(run / "checkpoints"):
+        if _is_run(run):
             return run.absolute()
         refuse_model(run)
         problem = "this is not a run folder"
+        for parent in filter(_is_run, run.parents[:2]):
+            remedy = f"use --resume {parent!s:.200}, which continues from the newest checkpoint"
     except OSError as error:
         problem = error.strerror
-    raise ValueError(f"--resume {run!s:.200}: {problem}; specify a folder results/NAME-STAMP")
+    raise ValueError(f"--resume {run!s:.200}: {problem}; {remedy}")
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.toml").exists() or bool(steps_of(folder / "checkpoints"))
 
 
 def config_of_run(run: Path, words: Sequence[str]) -> Config:

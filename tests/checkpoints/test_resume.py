@@ -86,6 +86,14 @@ def test_resume_option_is_removed_from_the_arguments(name, joined, tmp_path, mon
     assert run_to_resume(words) is None
 
 
+@pytest.mark.parametrize("name", ["run/checkpoints/step-00000004", "run/checkpoints"])
+def test_run_folder_of_a_checkpoint_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run/checkpoints/step-00000004").mkdir(parents=True)
+    with pytest.raises(ValueError, match=rf"^--resume {name}: .* run folder; use --resume run, "):
+        run_to_resume(["--resume", name])
+
+
 @pytest.mark.parametrize("damaged", [1, 2])
 def test_damaged_checkpoint_is_named_and_the_previous_one_is_used(damaged, tmp_path):
     """The checkpoints are of steps 2 and 3. Without an intact one, the run cannot be resumed."""
