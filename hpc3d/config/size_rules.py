@@ -30,18 +30,26 @@ _SMALLEST = ModelSizes(layers=1, hidden=1, heads=1, sequence=1, vocabulary=1)
 
 
 def violations(config: Config, ranks: int) -> list[str]:
-    return [*reported(_wrong_ranks(config, ranks), _wrong_sizes(config))]
+    """Return a message for a mesh with the wrong number of ranks.
+
+    If the number is correct, return the messages for sizes that the mesh or the scheme cannot use.
+    """
+    if wrong := [*reported(_wrong_ranks(config, ranks))]:
+        return wrong
+    return [*reported(_unused_axes(config), _wrong_sizes(config))]
 
 
 def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
     grid = config.mesh.grid()
-    sizes, total = grid.sizes, grid.size
-    if total != ranks:
-        factors = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    if (total := grid.size) != ranks:
+        factors = " x ".join(f"{axis} {size}" for axis, size in grid.sizes.items() if size > 1)
         meant = f"{factors} = {total} ranks" if factors else "1 rank"
         there = f"but the job has {counted(ranks, 'rank')}"
         yield f"mesh: {meant}, {there}; change [mesh], or start {counted(total, 'rank')}"
-    splits = config.splits.values()
+
+
+def _unused_axes(config: Config) -> Iterator[str]:
+    sizes, splits = config.mesh.grid().sizes, config.splits.values()
     axes = " ".join(getattr(split, letter) for split in splits for letter in "mnk").split()
     for axis in ("x", "y", "z"):
         if sizes[axis] > 1 and axis not in axes:

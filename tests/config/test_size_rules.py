@@ -73,3 +73,9 @@ def test_indivisible_size_error_names_the_key_and_axes(changes, mesh, lines):
     keys += [f"model.{size}" for size in ("heads", "kv_heads", "hidden", "ffn")]
     keys.append("model.heads x model.head_dim")
     assert all(one.split(" = ")[0] in keys for one in said)
+
+
+@pytest.mark.parametrize("scheme", ["3d", "1d"])
+def test_mesh_with_another_number_of_ranks_is_the_only_error(scheme):
+    (said,) = problems(*sized({"--mesh.x": 5, "--mesh.y": 7, "--parallel.scheme": scheme}))
+    assert said.startswith("mesh: x 5 x y 7 = 35 ranks, but the job has 8 ranks; ")
