@@ -45,7 +45,7 @@ def _wrong_ranks(config: Config, ranks: int) -> Iterator[str]:
         factors = " x ".join(f"{axis} {size}" for axis, size in grid.sizes.items() if size > 1)
         meant = f"{factors} = {total} ranks" if factors else "1 rank"
         there = f"but the job has {counted(ranks, 'rank')}"
-        yield f"mesh: {meant}, {there}; change [mesh], or start {counted(total, 'rank')}"
+        yield f"mesh: {meant}, {there}; change [mesh], or use {counted(total, 'rank')}"
 
 
 def _unused_axes(config: Config) -> Iterator[str]:

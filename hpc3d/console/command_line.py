@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         complain(self.verb, problems)
         self.exit(BAD_INPUT)
 
-    def parse_known_args(self, words: Sequence[str] | None = None, *how: Any) -> Any:
+    def parse_known_args(self, words: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parse a command line; `parse_args` also calls this method.
 
         Configuration options and their values are returned with the unknown arguments.
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
             self.refuse(problems)
         with sanitized_streams():
             try:
-                found, others = super().parse_known_args(ours, *how)
+                found, others = super().parse_known_args(ours, namespace)
             except OutputError as error:
                 self.refuse([file_and_reason(error)])
             if has_option(others, "--launch"):

@@ -24,7 +24,7 @@ ELSEWHERE = {
     r"README.*hpc3d\.checkpoint \w+ \.\.\.$": "docs/reliability.md and hugging-face.md",
     r"docs/models\.md .*\.train llama-3d-64$": "README.md",
     r"docs/(choose-layout|questions)\.md .*\.plan gpt-3d-64 --ranks 64$": "README.md",
-    r"-np 64 .*train (best|planned|continued)\.toml --resume ": "tests/test_plan.py compares the command",
+    r"-np 64 .*train (best|planned|continued)\.toml --resume ": "tests/test_plan.py",
     r"docs/train-experts\.md .*train moe-switch-64$": "README.md",
     r"docs/fit-memory\.md .*--memory (8\.5|7)MB$|hpc3d\.plan gshard-600b ": "tests/test_plan.py",
     r"docs/parallelism\.md .* gpt-4d-64 ": "README.md",

@@ -126,7 +126,7 @@ def _nothing_fits(planned: PlannedLayouts, tried: Sequence[FallbackLayout]) -> s
             peak = min(peak, max(estimate.peak, ranking.checked(estimate).peak))
     sizes = f"--memory {ceil(row.peak / 1e6)}MB"
     if memory < peak and ceil(peak / 1e6) < ceil(row.peak / 1e6):
-        sizes += f", --memory {ceil(peak / 1e6)}MB with offloading or a change of the results"
+        sizes += f" ({ceil(peak / 1e6)}MB with offloading or techniques that change the results)"
     return (
         f"no layout fits in {gigabytes(memory)} per rank; {nearest_in_words(row)}; use {sizes}, "
         "more ranks, a smaller model, or a smaller batch"
