@@ -190,13 +190,14 @@ def test_single_rank_has_one_layout_of_no_named_scheme(capsys, tmp_path):
 def test_scheme_without_a_valid_layout_has_a_reason(capsys):
     sizes = {"layers": 2, "hidden": 48, "heads": 3, "sequence": 16, "vocabulary": 256}
     words = [f"--model.{key}={size}" for key, size in sizes.items()]
-    words += ["--train.batch", "2", "--mesh.p", "1", "--mesh.d", "1"]
-    code, out, _ = plan(capsys, SMALL[0], "--ranks", "2", *words, "--json")
+    words += ["--train.batch", "6", "--mesh.p", "1", "--mesh.d", "1"]
+    code, out, _ = plan(capsys, SMALL[0], "--ranks", "6", *words, "--json")
     named = json.loads(out.splitlines()[-1])["named"]
     assert code == 0
-    assert all(rows["1-D"] is rows["cube"] is None for rows in named.values())
-    assert out.count("\n1-D: none is valid; for example, model.heads = 3 must be divisible") == 2
-    assert out.count("\ncube: none is valid; no searched mesh of 2 ranks has this shape\n") == 2
+    assert [rows["1-D"] is None for rows in named.values()] == [False, True]
+    assert [rows["cube"] for rows in named.values()] == [None, None]
+    assert out.count("\n1-D: none is valid; for example, model.heads = 3 must be divisible") == 1
+    assert out.count("\ncube: none is valid; no searched mesh of 6 ranks has this shape\n") == 2
 
 
 def test_written_layout_of_a_run_resumes_the_run(capsys, tmp_path):
