@@ -39,8 +39,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from hpc3d.comm.grid import AXES
 from hpc3d.config.argument_types import ranks_taken
-from hpc3d.console.command_line import mistyped_options, positional, taken
+from hpc3d.console.command_line import has_option, mistyped_options, positional, taken
 from hpc3d.console.sanitize import counted, sanitized
 from hpc3d.runtime import environment, launch, mpi_launcher
 
@@ -133,7 +134,8 @@ def read_command_line(ranks: int | None, words: list[str]) -> RunPlan:
     if run:
         config = load.load(path, words) if given else config_of_run(run, words)
         ranks = ranks or config.mesh.grid().size
-        config = resolved_on(ranks, config, run)
+        chosen = [axis for axis in AXES if given or has_option(words, f"--mesh.{axis}")]
+        config = resolved_on(ranks, config, run, chosen)
     else:
         rules = partial(violated, ranks=ranks, default=not given)
         config = resolve(load.load(path, words, rules=rules), ranks, default=not given)

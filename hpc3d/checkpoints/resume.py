@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -167,8 +167,10 @@ def _newest_readable(run: Path) -> Checkpoint | None:
     return None
 
 
-def resolved_on(ranks: int, config: Config, run: Path) -> Config:
+def resolved_on(ranks: int, config: Config, run: Path, chosen: Collection[str] = ()) -> Config:
     """Resolve the configuration of a resumed run; reset the parts of its layout that do not apply.
+
+    The user has `chosen` the sizes of some mesh axes, which are not reset.
 
     Raises
     ------
@@ -176,7 +178,7 @@ def resolved_on(ranks: int, config: Config, run: Path) -> Config:
         If `ranks` ranks cannot train this configuration. An additional line names the axes whose
         sizes were reset.
     """
-    stored, free = checkpointed_config(run), with_free_mesh(config, ranks)
+    stored, free = checkpointed_config(run), with_free_mesh(config, ranks, chosen)
     try:
         return resolve(with_free_schedule(free, stored), ranks)
     except ValueError as error:
@@ -195,17 +197,20 @@ def _reset(before: MeshConfig, now: MeshConfig, ranks: int) -> Iterator[str]:
         )
 
 
-def with_free_mesh(config: Config, ranks: int) -> Config:
-    """Reset the mesh shape of a stored configuration unless it matches the number of ranks."""
+def with_free_mesh(config: Config, ranks: int, chosen: Collection[str] = ()) -> Config:
+    """Reset the mesh shape of a stored configuration unless it matches the number of ranks.
+
+    The sizes of the `chosen` axes are not reset.
+    """
     refuse([*unknown_values(config)])
     mesh = config.mesh
     if mesh.grid().size == ranks or None in (mesh.x, mesh.y, mesh.z):
         return config
-    wanted = {"p": mesh.p, "d": mesh.d, "c": mesh.c, "e": mesh.e}
-    kept = wanted if ranks % prod(wanted.values()) == 0 else {}
+    fit = ranks % (mesh.p * mesh.d * mesh.c * mesh.e) == 0
+    kept = {axis: getattr(mesh, axis) for axis in {*chosen, *("pdce" if fit else "")}}
     mesh = MeshConfig(**kept, order=mesh.order, transport=mesh.transport)
     keys = "schedule", "chunks", "layers_per_stage", "zero", "shard", "context", "ulysses"
-    freed = {} if kept else {key: getattr(ParallelConfig(), key) for key in keys}
+    freed = {} if fit else {key: getattr(ParallelConfig(), key) for key in keys}
     return replace(config, mesh=mesh, parallel=replace(config.parallel, **freed))
 
 

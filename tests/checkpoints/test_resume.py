@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,23 @@ def test_error_on_a_new_number_of_ranks_names_the_axes_that_were_reset(tmp_path)
     with pytest.raises(ValueError, match="no cuboid of 11 ranks") as caught:
         resolved_on(44, config, tmp_path)  # the 2 stages and 2 replicas are kept
     assert len(lines_of(caught.value)) == 1
+
+
+@pytest.mark.parametrize(
+    ("mesh", "line"),
+    [
+        ({"d": 3}, "mesh: d 3 = 3 ranks, but the job has 4 ranks"),
+        ({"x": 2, "y": 4}, "mesh: x 2 x y 4 = 8 ranks, but the job has 4 ranks"),
+        (dict.fromkeys("pdcexyz", 2), "mesh: p 2 x d 2 x c 2 x e 2 x x 2 x y 2 x z 2 = 128 ranks"),
+    ],
+)
+def test_sizes_that_the_user_has_chosen_are_not_reset(mesh, line, tmp_path):
+    config = config_of(PIPED)
+    (tmp_path / "config.toml").write_text(to_toml(resolve(config, 8)))
+    changed = replace(config, mesh=replace(config.mesh, **mesh))
+    with pytest.raises(ValueError, match=line):
+        resolved_on(4, changed, tmp_path, mesh)
+    assert resolved_on(4, changed, tmp_path).mesh.grid().size == 4
 
 
 def test_expert_parallelism_is_kept_if_it_divides_the_ranks():
