@@ -67,8 +67,8 @@ def test_error_on_a_new_number_of_ranks_names_the_axes_that_were_reset(tmp_path)
     ("mesh", "line"),
     [
         ({"d": 3}, "mesh: d 3 = 3 ranks, but the job has 4 ranks"),
-        ({"x": 2, "y": 4}, "mesh: x 2 x y 4 = 8 ranks, but the job has 4 ranks"),
-        (dict.fromkeys("pdcexyz", 2), "mesh: p 2 x d 2 x c 2 x e 2 x x 2 x y 2 x z 2 = 128 ranks"),
+        ({"x": 2, "y": 4}, "mesh: p 2 x d 2 x x 2 x y 4 = 32 ranks, but the job has 4 ranks"),
+        (dict.fromkeys("pdxyz", 2), "mesh: p 2 x d 2 x x 2 x y 2 x z 2 = 32 ranks"),
     ],
 )
 def test_sizes_that_the_user_has_chosen_are_not_reset(mesh, line, tmp_path):
