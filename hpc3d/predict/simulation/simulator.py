@@ -110,6 +110,15 @@ class StageRun(NamedTuple):
         """One StageRun per class of ranks of the stage."""
         return self, *self.others
 
+    def sum_of(self, quantity: str) -> int:
+        """Return the sum of a quantity of `account`, such as "flop", over the step."""
+        return sum(value for (*_, name), value in self.account.items() if name == quantity)
+
+    @property
+    def top_receiver(self) -> StageRun:
+        """The class of ranks that receives the most bytes in the step."""
+        return max(self.classes, key=lambda each: each.sum_of("bytes"))
+
     @property
     def mean_busy(self) -> float:
         """Mean compute time of the ranks of the stage, in ns."""

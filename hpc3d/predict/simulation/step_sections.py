@@ -32,10 +32,13 @@ def sections(run: StageRun, length: int) -> list[dict[str, Any]]:
     `length` is the time in ns from the first start to the last end of the step on any stage.
     Returns one dict per part and phase, with the times in seconds, the FLOPs and the received
     bytes of a rank, and the bytes that the forward pass of a microbatch leaves allocated. The
-    values of all dicts add up to those of the step.
+    values of all dicts add up to those of the step. If blocks have owner ranks, the received bytes
+    are those of the simulated rank that receives the most, as in `summary.moved`.
     """
     found: dict[tuple[str, str], Counter[str]] = {}
-    for (part, phase, quantity), value in run.account.items():
+    account = [item for item in run.account.items() if item[0][-1] != "bytes"]
+    account += [item for item in run.top_receiver.account.items() if item[0][-1] == "bytes"]
+    for (part, phase, quantity), value in account:
         found.setdefault((part, _PHASES.get(phase, "other")), Counter())[quantity] += value
     for part, saved in run.saved.items():
         found.setdefault((part, "forward"), Counter())["saved"] += saved

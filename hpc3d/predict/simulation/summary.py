@@ -64,7 +64,7 @@ def summary(runs: Sequence[StageRun], config: Config, machine: Machine) -> dict[
     extra = agreement_seconds(runs, config.parallel.local_steps)
     ranks, seconds = config.grid().size, step_length(runs) / 1e9 + extra
     divided = _divided(runs)
-    flops = sum(each.ranks * _flops(each) for run in runs for each in run.classes)
+    flops = sum(each.ranks * each.sum_of("flop") for run in runs for each in run.classes)
     model = config.model
     needed = model_flops(model, config.train.batch, vocabulary_of(model))
     peak = ranks * machine.gemm[config.train.dtype].peak * seconds
@@ -94,10 +94,6 @@ def _agreement(runs: Sequence[StageRun], parallel: ParallelConfig) -> dict[str, 
     about = {"every": parallel.local_steps, "sync": parallel.sync}
     about |= {"step_s": step_length(agreeing) / 1e9, "bytes": moved(agreeing[0])}
     return {"agreement": about}
-
-
-def _flops(run: StageRun) -> int:
-    return sum(value for (*_, quantity), value in run.account.items() if quantity == "flop")
 
 
 def _divided(runs: Sequence[StageRun]) -> dict[str, Any]:
@@ -192,9 +188,8 @@ def moved(run: StageRun) -> dict[str, dict[str, dict[str, int]]]:
     ranks, ranks receive different numbers of bytes; the result is that of the simulated rank with
     the largest sum.
     """
-    found, classes = {}, map(_calls_and_bytes, run.classes)
-    most = max(classes, key=lambda each: sum(received for _, received in each.values()))
-    for (axis, op), (calls, received) in sorted(most.items()):
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for (axis, op), (calls, received) in sorted(_calls_and_bytes(run.top_receiver).items()):
         found.setdefault(axis, {})[op] = {"calls": calls, "bytes": received}
     return found
 

@@ -88,6 +88,7 @@ def test_summary_counts_the_ranks_of_each_class(line):
     ours = Counter()
     for axis, ops in found["bytes"].items():
         ours |= Counter({(axis, op): each["bytes"] for op, each in ops.items()})
+    assert sum(row["bytes"] for row in found["sections"][0]) == ours.total()
     for each in (ours, *received):
         del each[WORLD, "broadcast"]  # of the batch, which the first rank sends
     # Ranks of a class can be roots of different numbers of broadcasts along an axis of 3 ranks.
