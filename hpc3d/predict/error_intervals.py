@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc3d.console.command_line import readable_time
 from hpc3d.model.families import family_of
+from hpc3d.predict.machine.machine import LEAST_FOR_PERCENTILES
 
 if TYPE_CHECKING:
     from hpc3d.config.input_file import Config
@@ -40,8 +41,8 @@ def interval(config: Config, machine: Machine, seconds: float) -> dict[str, Any]
     -------
     dict or None
         The kind of `layout`, the number of published `steps` with such a layout, and `low_s` and
-        `high_s`, which contain 80 % of these steps if they are scaled to the prediction. `None` if
-        the machine file has no errors for this kind of layout.
+        `high_s`, which contain 80 % of these steps if they are scaled to the prediction, or all of
+        them if they are few. `None` if the machine file has no errors for this kind of layout.
     """
     kind = kind_of_layout(config)
     for errors in machine.errors:
@@ -55,9 +56,10 @@ def described(found: dict[str, Any], seconds: float) -> str:
     """Return the result of `interval` around a predicted step time in seconds as text."""
     low, high = readable_time(found["low_s"]), readable_time(found["high_s"])
     steps = f"{found['steps']} published step times {_KINDS[found['layout']]}"
+    few = found["steps"] < LEAST_FOR_PERCENTILES
     if found["low_s"] > seconds:
-        steps += ", most of which are longer than predicted"
+        steps += f", {'all' if few else 'most'} of which are longer than predicted"
     return (
-        f"{low} to {high} if the prediction error is in the central 80 % of the errors for "
-        f"{steps} (python -m hpc3d.bench published)"
+        f"{low} to {high} if the prediction error is in the {'range' if few else 'central 80 %'} "
+        f"of the errors for {steps} (python -m hpc3d.bench published)"
     )

@@ -20,7 +20,7 @@ import numpy as np
 from hpc3d.config.load import literal
 from hpc3d.config.package_data import shipped
 from hpc3d.predict.error_intervals import kind_of_layout
-from hpc3d.predict.machine.machine import AttentionRates, Errors
+from hpc3d.predict.machine.machine import LEAST_FOR_PERCENTILES, AttentionRates, Errors
 from hpc3d.predict.simulation.simulator import load_resolved, simulate
 from hpc3d.predict.simulation.summary import summary
 
@@ -162,10 +162,13 @@ def by_layout(found: Sequence[dict[str, Any]]) -> list[Errors]:
     for row in found:
         if "error" in row and not row["kind"].startswith("nanotron"):
             ratios[row["layout"]].append(1 / (1 + row["error"]))
-    return [
-        Errors(kind, len(each), *(round(float(low), 3) for low in np.quantile(each, (0.1, 0.9))))
-        for kind, each in sorted(ratios.items())
-    ]
+    return [_errors(kind, each) for kind, each in sorted(ratios.items())]
+
+
+def _errors(kind: str, ratios: Sequence[float]) -> Errors:
+    outside = 0.1 if len(ratios) >= LEAST_FOR_PERCENTILES else 0.0
+    low, high = np.quantile(ratios, (outside, 1 - outside))
+    return Errors(kind, len(ratios), round(float(low), 3), round(float(high), 3))
 
 
 def _totals(row: dict[str, Any]) -> Iterator[str]:

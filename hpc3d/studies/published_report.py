@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpc3d.config.load import literal
 from hpc3d.config.package_data import default_machine, shipped
+from hpc3d.predict.machine.machine import LEAST_FOR_PERCENTILES
 from hpc3d.predict.machine.machine_file import load
 from hpc3d.studies import megatron, megatron_report, tensor_3d, vtrain
 from hpc3d.studies.hopper_steps import by_kind, by_layout, predicted, published
@@ -172,7 +173,9 @@ def _tables(
     yield from _causes(chain.from_iterable(found.values()))
     yield "\n## Intervals\n"
     yield "For each kind of layout, `h100.toml` contains two percentiles of the ratio of"
-    yield "published to predicted step time: the 10th (`low`) and the 90th (`high`). The rows"
+    yield "published to predicted step time: the 10th (`low`) and the 90th (`high`). For fewer"
+    least = LEAST_FOR_PERCENTILES
+    yield f"than {least} steps, they are the minimum and the maximum instead. The rows"
     yield "of nanotron are excluded. `simulate` and `plan` multiply a predicted step time by"
     yield "both ratios, and print the resulting interval:"
     for each in by_layout(found["H100"]):

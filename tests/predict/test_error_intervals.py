@@ -45,6 +45,9 @@ def test_interval_scales_with_the_prediction():
     assert "of the errors for 20 published step times with ZeRO 0 or 1 (" in text
     longer = described(found, 1.7)
     assert "with ZeRO 0 or 1, most of which are longer than predicted (" in longer
+    few = described(found | {"steps": 4}, 1.7)
+    assert " is in the range of the errors for 4 published " in few
+    assert ", all of which are longer than predicted (" in few
     step = summary(simulate(config, 64, machine), config, machine)
     assert step["interval"]["high_s"] == pytest.approx(1.25 * step["step_time_s"])
 

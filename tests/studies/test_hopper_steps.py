@@ -82,8 +82,9 @@ def test_errors_are_summarized_by_kind_and_by_use():
 def test_intervals_are_percentiles_of_the_published_over_the_predicted_time():
     rows = [{"kind": "a", "layout": "sharded", "error": 1 / (1 + n / 10) - 1} for n in range(11)]
     rows += [{"kind": "nanotron", "layout": "sharded", "error": 9.0}]
-    rows += [{"kind": "a", "layout": "experts", "error": 1.0}, {"kind": "a", "refused": "no"}]
-    assert by_layout(rows) == [Errors("experts", 1, 0.5, 0.5), Errors("sharded", 11, 1.1, 1.9)]
+    rows += [{"kind": "a", "layout": "experts", "error": error} for error in (1.0, 0.25, 0.0, 0.6)]
+    rows += [{"kind": "a", "refused": "no"}]
+    assert by_layout(rows) == [Errors("experts", 4, 0.5, 1.0), Errors("sharded", 11, 1.1, 1.9)]
 
 
 def test_llm_foundry_computes_attention_in_triton():

@@ -108,11 +108,15 @@ class AttentionRates:
         return *unlike, abs(log(self.head_dim / case.head_dim))
 
 
+LEAST_FOR_PERCENTILES = 5  # number of published steps; fewer steps have a range
+
+
 @dataclass(frozen=True)
 class Errors:
     """Ratios of published to predicted step times for one kind of layout.
 
-    `low` and `high` are the 10th and the 90th percentile over `steps` published steps. `layout` is
+    `low` and `high` are the 10th and the 90th percentile over `steps` published steps, or the
+    minimum and the maximum if there are fewer than `LEAST_FOR_PERCENTILES` steps. `layout` is
     context, experts, sharded or replicated.
     """
 
