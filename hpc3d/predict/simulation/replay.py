@@ -116,9 +116,12 @@ class PassRecorder:
         shared = pool.shared_workspace
         arrays = micros[0].cache.arrays  # of all microbatches
         first, known, numbers = self._sequence_numbers(), {*arrays}, self._numbers()
-        account, saved = self._charged(), Counter(pool.saved)
+        account, saved, leaving = self._charged(), Counter(pool.saved), self._leaving()
         pool.reset_peak()
         yield
+        for name, size in _differences(self._leaving(), leaving).items():  # later passes free it
+            before[name] += size
+            held += size
         added = pool.shared_workspace - shared  # later passes reuse this workspace
         before["workspace"], held = before["workspace"] + added, held + added
         live, high = _differences(pool.live, before), _differences(pool.peak, before)
@@ -249,6 +252,13 @@ class PassRecorder:
         """Advance the clock to the latest time of all classes of ranks, if blocks have owners."""
         if self.owners:
             self.clock.reach(max(self.owners.values(WORLD, self.clock.now).values()))
+
+    def _leaving(self) -> Counter:
+        """Return the size of the array that a copy to the host keeps in device memory, by kind."""
+        array = self.mesh.pool.store and self.mesh.pool.store.leaving[0]
+        return Counter(
+            {array.lease.kind: array.nbytes} if array is not None else {"activation": 0}
+        )
 
     def _charged(self) -> Counter:
         """Return the statistics of the current step up to now (MemoryRecorder.account)."""

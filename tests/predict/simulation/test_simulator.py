@@ -108,10 +108,17 @@ def test_alternating_passes_hide_all_to_alls(line):
     assert step_length(runs[0]) < 0.9 * step_length(runs[1])
 
 
-def test_input_arrays_of_a_graph_are_allocated_once():
-    """With offloading, both simulated steps run all microbatches."""
-    line = "schedule=none microbatches=3 dropout=0.1 backend=cupy dtype=float32 cuda_graph=true"
-    config, (run,) = simulated(f"{line} offload=['\"optimizer\"']")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "microbatches=3 dropout=0.1 cuda_graph=true offload=['\"optimizer\"']",
+        "microbatches=6 recompute=full offload=['\"activations\"']",
+        "microbatches=6 offload=['\"activations\"']",
+    ],
+)
+def test_memory_with_offloading_equals_that_of_the_program(line):
+    """Input arrays of a graph are allocated once, and copies to the host keep a single array."""
+    config, (run,) = simulated(f"{line} schedule=none backend=cupy dtype=float32")
     assert Counter(run.peak) == Counter(predict(config, 29, dict.fromkeys(config.sizes(), 0)).peak)
 
 
