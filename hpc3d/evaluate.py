@@ -158,28 +158,15 @@ def _open_text(
 
     Raises ValueError if the text does not fit the model at `path`.
     """
-    from hpc3d.checkpoints.run_tokenizer import advise_tokenizer, is_known, refuse_another
+    from hpc3d.checkpoints.run_tokenizer import advise_tokenizer, refuse_another
     from hpc3d.config import package_data
-    from hpc3d.data.tokenizer import ByteTokenizer
     from hpc3d.data.validation import SeparateText, naming_key
-    from hpc3d.model.families import least_vocabulary
     from hpc3d.training.masking import validation_of
 
     with advise_tokenizer(path):
         text = texts.enter_context(SeparateText(package_data.text_path(file), "--data"))
-    key, name, model = f"--data {file}", found.config.data.tokenizer, config.model
-    with naming_key(key):
-        if (
-            text.tokenizer == ByteTokenizer.name
-            and not is_known(path, name)
-            and model.vocabulary != least_vocabulary(model, text.vocabulary)
-        ):
-            raise ValueError(
-                f"{key}: the text is tokenized into bytes, but the tokenizer of {path} is unknown "
-                f"and has {model.vocabulary} tokens; create a token file with python -m "
-                "hpc3d.prepare TEXT -o tokens.h5 --tokenizer FILE"
-            )
-        refuse_another(path, text, model, name)
+    with naming_key(f"--data {file}"):
+        refuse_another(path, text, config.model, found.config.data.tokenizer)
         return text, validation_of(config, text, remainder=True)
 
 

@@ -419,6 +419,11 @@ def test_import_without_a_tokenizer_suggests_a_token_file(vocabulary, tmp_path, 
     hints = [line for line in lines if line.startswith("the model has no tokenizer; ")]
     assert len(hints) == (vocabulary == 300)
     assert all("hpc3d.prepare train.bin -o tokens.h5" in line for line in hints)
+    (tmp_path / "a.txt").write_text("a text of bytes")
+    words = tmp_path / "out", "-o", tmp_path / "again", "--data.path", tmp_path / "a.txt"
+    code, _, errors = call(capsys, "import", *words)
+    assert code == (2 if vocabulary == 300 else 0)
+    assert all("is unknown and has 300 tokens; " in line for line in errors)
 
 
 def test_import_prints_the_dropout_of_the_model(tmp_path, capsys):

@@ -180,14 +180,6 @@ def _name_in(run: Path) -> str | None:
     return load(path, [], of_run=True).data.tokenizer if path.exists() else None
 
 
-def is_known(path: Path, name: str | None) -> bool:
-    """Return True if the tokenizer of a run, checkpoint or Hugging Face model is known.
-
-    `name` is the value of `data.tokenizer` in the configuration of the model.
-    """
-    return name is not None or (_home_of(path) / RULES).is_file()
-
-
 def refuse_another(
     path: Path, tokens: Tokens, model: ModelConfig, name: str | None = None
 ) -> None:
@@ -212,10 +204,26 @@ def refuse_another(
             f"tokenizer of {path}; create a token file with python -m hpc3d.prepare TEXT -o "
             f"tokens.h5 --tokenizer {where}"
         )
+    _refuse_vocabulary(path, tokens, model, known=where is not None)
+
+
+def _refuse_vocabulary(path: Path, tokens: Tokens, model: ModelConfig, known: bool) -> None:
+    """Raise ValueError if the vocabulary of the model at `path` does not fit the text.
+
+    `known` is true if the tokenizer of the model is known. Otherwise, a text of bytes is rejected
+    unless the model's vocabulary has exactly the size that bytes need.
+    """
     least = least_vocabulary(model, tokens.vocabulary, tokens.mask())
+    is_bytes = tokens.tokenizer == ByteTokenizer.name
+    if is_bytes and not known and model.vocabulary not in (None, least):
+        raise ValueError(
+            f"data.path: the text is tokenized into bytes, but the tokenizer of {path} is unknown "
+            f"and has {model.vocabulary} tokens; create a token file with python -m "
+            "hpc3d.prepare TEXT -o tokens.h5 --tokenizer FILE"
+        )
     if model.vocabulary and model.vocabulary < least:
         fix = f"use data that were tokenized with the tokenizer of {path}"
-        if where is None:
+        if not known:
             fix = (
                 f"{path} has no tokenizer: use a token file that hpc3d.prepare writes with the "
                 "tokenizer of the model, or from train.bin of nanoGPT"

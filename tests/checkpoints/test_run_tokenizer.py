@@ -94,6 +94,17 @@ def test_text_of_a_larger_vocabulary_is_rejected(tmp_path, bpe):
             refuse_another(run, tokens, small, tokens.tokenizer)
 
 
+@pytest.mark.parametrize(("kind", "least"), [("gpt2", 256), ("bert", 257)])
+def test_text_of_bytes_for_an_unknown_tokenizer_needs_a_vocabulary_of_bytes(kind, least, tmp_path):
+    run, tokens = run_of(tmp_path / "run", None), tokens_of(ByteTokenizer())
+    refuse_another(run, tokens, ModelConfig(kind=kind, vocabulary=least))
+    refuse_another(run, tokens, ModelConfig(kind=kind, vocabulary=least + 44), "byte")
+    said = f"^data.path: the text is tokenized into bytes, .* {run} is unknown and has"
+    for other in (200, least + 44):
+        with pytest.raises(ValueError, match=f"{said} {other} tokens; .*--tokenizer FILE$"):
+            refuse_another(run, tokens, ModelConfig(kind=kind, vocabulary=other))
+
+
 def test_text_of_another_tokenizer_than_vocab_json_is_rejected(tmp_path, bpe):
     told = json.loads(bpe.json)["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(told["vocab"]))

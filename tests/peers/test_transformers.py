@@ -206,9 +206,9 @@ def test_import_and_export_preserve_every_bit(tmp_path, settings):
     assert model.config.num_attention_heads == before.config.num_attention_heads
 
 
-LIKE_GPT2 = {"vocab_size": 300, "n_positions": 16, "n_embd": 48, "n_head": 8}
+LIKE_GPT2 = {"vocab_size": 256, "n_positions": 16, "n_embd": 48, "n_head": 8}
 LIKE_GPT2 |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-LIKE_MIXTRAL = {"kind": "mixtral", "vocab_size": 300, "max_position_embeddings": 16}
+LIKE_MIXTRAL = {"kind": "mixtral", "vocab_size": 256, "max_position_embeddings": 16}
 LIKE_MIXTRAL |= {"num_hidden_layers": 2, "router_aux_loss_coef": 0.0}
 
 
