@@ -90,8 +90,9 @@ class Pretrained:
         odd = value.size - np.count_nonzero(np.isfinite(value))
         if odd and not self.allow_nonfinite:
             raise ValueError(
-                f"{stored}: {odd} of {value.size} values are NaN or infinite; import an earlier "
-                "checkpoint, or accept these values with --allow-nonfinite"
+                f"{stored}: {odd} of {value.size} values are NaN or infinite; use an earlier "
+                "checkpoint, or accept these values with python -m hpc3d.checkpoint import "
+                f"{self.path} -o RUN_DIR --allow-nonfinite"
             )
         return value
 

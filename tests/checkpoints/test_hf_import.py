@@ -142,7 +142,11 @@ SQUARE = np.ones((24, 24), "f4")
             "lm_head.weight .* wte.weight, .* tie_word_embeddings ",
         ),
         ({"ln_f.bias": np.ones(24, "i8")}, "ln_f.bias' .* 'I64'"),
-        ({"ln_f.bias": DIVERGED}, "^transformer.ln_f.bias: 2 of 24 .* --allow-nonfinite$"),
+        (
+            {"ln_f.bias": DIVERGED},
+            "^transformer.ln_f.bias: 2 of 24 .* python -m hpc3d.checkpoint import /.* "
+            "-o RUN_DIR --allow-nonfinite$",
+        ),
     ],
 )
 def test_missing_or_unknown_arrays_are_rejected(files, tmp_path, arrays, said):
