@@ -27,6 +27,9 @@ from hpc3d.data.token_file import SUFFIX, TokenFile
 from hpc3d.data.tokenizer import END_NAME, ENDS, BpeTokenizer, library, reading
 
 RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+SAVE_TOKENIZER = (
+    "save the tokenizer to this folder with tokenizer.save_pretrained(FOLDER) in transformers"
+)
 _PAIRS = ("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")
 _GPT2_END = "<|endoftext|>"
 _GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -52,6 +55,8 @@ def tokenizer_from(word: str, end_name: str | None = None) -> BpeTokenizer:
     remedy = (
         f"set --tokenizer to byte, bpe, gpt2, a token file ({SUFFIX}), a run folder or a {RULES}"
     )
+    if path.is_dir():
+        remedy = f"{SAVE_TOKENIZER}, or {remedy}"
     library()
     with reading(path, "not a readable tokenizer", remedy):
         text, stored_end = _stored(path)

@@ -26,7 +26,7 @@ from hpc3d.console import small_files
 from hpc3d.console.sanitize import Problems
 from hpc3d.data.token_file import tokenizer_of
 from hpc3d.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
-from hpc3d.data.tokenizer_files import object_in
+from hpc3d.data.tokenizer_files import SAVE_TOKENIZER, object_in
 from hpc3d.model.families import FAMILIES, family_of
 
 _TOKENIZER = "tokenizer.json"
@@ -263,7 +263,6 @@ def _published_tokenizer(path: Path, vocabulary: Any) -> Tokenizer:
             raise ValueError(f"{file}: not UTF-8") from None
     if vocabulary != ByteTokenizer.vocabulary:
         raise ValueError(
-            f"{path}: no {_TOKENIZER} for the vocabulary of {vocabulary} tokens; save the "
-            "tokenizer to this folder with tokenizer.save_pretrained(FOLDER) in transformers"
+            f"{path}: no {_TOKENIZER} for the vocabulary of {vocabulary} tokens; {SAVE_TOKENIZER}"
         )
     return ByteTokenizer()
