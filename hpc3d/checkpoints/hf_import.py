@@ -31,6 +31,7 @@ from hpc3d.config.resolve import refuse, resolve, with_family_defaults
 from hpc3d.console.sanitize import as_written
 from hpc3d.data.tokenizer_files import object_in, refuse_cache
 
+ADAPTER = "adapter_config.json"  # configuration of an adapter of the library PEFT, such as LoRA
 _FILE = re.compile(r"[\w-][\w.-]*\.safetensors")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(?<!\.safetensors)(?<!\.pt)")
 # Names of ignored arrays: buffers stored by older versions of `transformers`, and BERT layers for
@@ -205,6 +206,11 @@ def _weight_files(path: Path) -> list[Weights]:
             )
         return [Weights(path / name) for name in names]
     file = path / WEIGHTS if path.is_dir() else path
+    if (file.parent / ADAPTER).is_file() and not (file.parent / WEIGHTS).is_file():
+        raise ValueError(
+            f"{path}: this is an adapter, not a model; merge it into its model with "
+            "merge_and_unload() of PEFT, and save the result with save_pretrained(FOLDER)"
+        )
     if file.suffix != ".safetensors" or not file.is_file():
         _refuse_own(path)
         raise ValueError(

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpc3d.checkpoints.block_slices import BlockSlices, whole_of
 from hpc3d.checkpoints.hf_export import INDEX, WEIGHTS
-from hpc3d.checkpoints.hf_import import Pretrained, configured, refuse_hub_name
+from hpc3d.checkpoints.hf_import import ADAPTER, Pretrained, configured, refuse_hub_name
 from hpc3d.checkpoints.hf_settings import CONFIG
 from hpc3d.checkpoints.inspect import checkpoints, config_of, newest_whole
 from hpc3d.checkpoints.run_tokenizer import end_ids, kept_tokenizer
@@ -165,7 +165,7 @@ def find_model(path: Path, words: Sequence[str]) -> TrainedModel:
 def is_published(path: Path) -> bool:
     """Return True if `path` is a Hugging Face model, not a run or a checkpoint."""
     return path.suffix in (".safetensors", ".pt") or any(
-        (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, "snapshots")
+        (path / name).exists() for name in (CONFIG, WEIGHTS, INDEX, ADAPTER, "snapshots")
     )
 
 

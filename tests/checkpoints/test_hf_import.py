@@ -181,6 +181,18 @@ def test_hf_cache_folder_error_names_the_snapshot(tmp_path):
         Pretrained(tmp_path / "models--a--b")
 
 
+def test_adapter_must_be_merged_into_its_model(files, tmp_path):
+    weights, adapter = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    weights.write_bytes((files() / "model.safetensors").read_bytes())
+    adapter.write_text("{}")
+    for path in (tmp_path, weights):
+        for opening in (Pretrained, lambda path: find_weights("evaluate", path, [])):
+            with pytest.raises(ValueError, match=r"this is an adapter.* merge_and_unload\(\)"):
+                opening(path)
+    (files() / adapter.name).write_text("{}")
+    assert Pretrained(files()).model  # the folder contains a merged model
+
+
 def test_non_finite_weights_are_accepted_on_request(files):
     source = files(**{"transformer.ln_f.bias": DIVERGED})
     found = Pretrained(source, allow_nonfinite=True).read("ln_f.bias")
