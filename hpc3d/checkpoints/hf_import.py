@@ -147,7 +147,9 @@ class Pretrained:
         self._fuse(shapes)
         entries = self.entries
         if lacking := [name for name in shapes if name not in entries]:
-            raise ValueError(f"{self.path} lacks {_listed(lacking)}")
+            bare = all(name.startswith(self.family.bare) for name in lacking)
+            fix = f"; save the model with its head, as a {self.family.architecture}" * bare
+            raise ValueError(f"{self.path} lacks {_listed(lacking)}{fix}")
         if surplus := [name for name in entries if name not in shapes]:
             what = self.family.architecture
             raise ValueError(f"{self.path}: {what} has no {_listed(surplus)}")
