@@ -100,7 +100,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     if not size:
         raise ValueError(f"{arguments.texts[0]}: the text is empty; specify another file")
     write_tokens(output, texts, tokenizer, _progress(size), arguments.field)
-    complain("prepare", [*_assumed_formats(texts), *_unrecognized(tokenizer)])
+    complain("prepare", [*_assumed_formats(texts), *_special(tokenizer, arguments)])
     _describe(output, arguments.json, seconds=time.perf_counter() - start)
     return 0
 
@@ -238,12 +238,23 @@ def _assumed_formats(texts: Sequence[Path]) -> Iterator[str]:
             )
 
 
-def _unrecognized(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a line if --special-tokens is set and no special token was found in the texts."""
-    if isinstance(tokenizer, BpeTokenizer) and tokenizer.special and not tokenizer.recognized:
+def _special(tokenizer: Tokenizer, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield a line if --special-tokens has no effect, or if it would have one.
+
+    Without --special-tokens, only the first megabyte of the first text is searched.
+    """
+    if not isinstance(tokenizer, BpeTokenizer) or arguments.tokenizer == "bpe":
+        return
+    if tokenizer.special and not tokenizer.recognized:
         names = abbreviated(", ".join(tokenizer.special_tokens.values())) or "none"
         found = "no special token was found in the texts"
         yield f"--special-tokens: {found}; the tokenizer has {names}"
+    if tokenizer.ordinary:
+        names = abbreviated(", ".join(tokenizer.ordinary))
+        yield (
+            f"the texts contain special tokens as ordinary text ({names}); set --special-tokens "
+            "to recognize them"
+        )
 
 
 def _progress(size: int) -> Callable[[int], None]:

@@ -128,6 +128,7 @@ class BpeTokenizer:
     tokens <0x00> to <0xFF>, which encode the UTF-8 bytes of characters outside the vocabulary.
     `special_tokens` maps the ids of special tokens to their text.  `special` selects whether
     `encode_batch` recognizes them in documents, and `recognized` is true if it has found one.
+    Otherwise, `ordinary` lists those in the first documents, which are encoded as ordinary text.
     """
 
     name, special = "bpe", False
@@ -150,6 +151,7 @@ class BpeTokenizer:
         special = {id_: each.content for id_, each in added if each.special}
         self.special_tokens = {id_: special[id_] for id_ in special if id_ not in self.fallback}
         self.recognized = False
+        self.ordinary: list[str] | None = None
 
     def _byte_tokens(self, known: Mapping[str, int]) -> frozenset[int]:
         """Return the ids of the tokens that the decoder converts to single bytes."""
@@ -180,6 +182,9 @@ class BpeTokenizer:
         if self.special:
             known = [*self.special_tokens]
             self.recognized |= any(np.isin(row, known).any() for row in rows)
+        elif self.ordinary is None:  # searches only the documents of the first call
+            names = self.special_tokens.values()
+            self.ordinary = [name for name in names if any(name in text for text in several)]
         return rows
 
     @contextlib.contextmanager

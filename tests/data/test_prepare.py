@@ -112,12 +112,15 @@ def test_token_file_serves_as_tokenizer(capsys, tmp_path, bpe, text, output):
 
 
 def test_special_tokens_of_texts_are_recognized_on_request(capsys, tmp_path, bpe, output):
-    """A notice is printed if there are none."""
+    """A notice is printed if there are none, or if they are encoded as ordinary text."""
     (tmp_path / "tokenizer.json").write_text(bpe.json)
     words = (tmp_path / "chat.txt", "-o", output, "--force", "--tokenizer", tmp_path)
     notice = f"no special token was found in the texts; the tokenizer has {bpe.end_name}\n"
+    ordinary = f"the texts contain special tokens as ordinary text ({bpe.end_name}); set "
+    ordinary = f"hpc3d.prepare: {ordinary}--special-tokens to recognize them\n"
     for name, option, ends, said in (
-        (bpe.end_name, [], 1, ""),
+        (bpe.end_name, [], 1, ordinary),
+        ("", [], 1, ""),
         (bpe.end_name, ["--special-tokens"], 2, ""),
         ("<|im_start|>", ["--special-tokens"], 1, f"hpc3d.prepare: --special-tokens: {notice}"),
     ):
