@@ -100,7 +100,8 @@ def prepare(arguments: argparse.Namespace) -> int:
     if not size:
         raise ValueError(f"{arguments.texts[0]}: the text is empty; specify another file")
     write_tokens(output, texts, tokenizer, _progress(size), arguments.field)
-    complain("prepare", [*_assumed_formats(texts), *_special(tokenizer, arguments)])
+    notices = [*_assumed_formats(texts), *_ignored(arguments.texts)]
+    complain("prepare", [*notices, *_special(tokenizer, arguments)])
     _describe(output, arguments.json, seconds=time.perf_counter() - start)
     return 0
 
@@ -146,6 +147,11 @@ def _new_file(arguments: argparse.Namespace) -> Path:
         f"{path} is already a token file; specify texts, or train on this file"
         for path in arguments.texts
         if path.suffix == SUFFIX and path.is_file()
+    ]
+    problems += [
+        f"{path} contains the vocabulary of nanoGPT, not text; specify {path.parent / 'train.bin'}"
+        for path in arguments.texts
+        if path.name == "meta.pkl"
     ]
     if problems:
         raise Problems(problems)
@@ -236,6 +242,13 @@ def _assumed_formats(texts: Sequence[Path]) -> Iterator[str]:
                 f"{path}: read as uint16 token ids, the format of nanoGPT; for Megatron-LM data, "
                 f"put {index.name}, which contains the document ends, into the same folder"
             )
+
+
+def _ignored(texts: Sequence[Path]) -> Iterator[str]:
+    """Yield a line for each folder of texts with .bin files, which are not read."""
+    for path in texts:
+        for file in sorted(path.glob("*.bin"))[:1]:
+            yield f"{path}: only its *.txt files are read; specify {file} to read its token ids"
 
 
 def _special(tokenizer: Tokenizer, arguments: argparse.Namespace) -> Iterator[str]:

@@ -62,6 +62,13 @@ def test_missing_meta_pkl_is_named(capsys, tmp_path, output):
     assert code == 2 and "or put meta.pkl of nanoGPT into the same folder" in error
 
 
+def test_token_ids_in_a_folder_of_texts_are_named(capsys, tmp_path, text, output):
+    nano(text.parent, TEXT)
+    code, _, error = call(capsys, text.parent, "-o", output)
+    said = f"only its *.txt files are read; specify {text.parent / 'train.bin'} to read its token"
+    assert code == 0 and said in error
+
+
 def test_output_contains_no_json_without_the_option(capsys, text, output):
     code, lines, error = call(capsys, text, "-o", output)
     assert code == 0 and error == "" and not any("{" in line for line in lines)
@@ -184,6 +191,7 @@ def test_missing_tokenizers_library_is_reported(capsys, monkeypatch, text, outpu
         (["none.txt", "-o", "new.h5"], "none.txt ... .jsonl or .parquet file, ... .bin file"),
         (["old.h5", "-o", "new.h5"], "old.h5 is already a token file; specify texts, or train"),
         (["bad.dat", "-o", "new.h5"], "bad.dat ... UTF-8"),
+        (["a/meta.pkl", "-o", "new.h5"], "a/meta.pkl ... not text; specify a/train.bin"),
         (["text.txt", "bad.dat", "-o", "old.h5", "--force"], "bad.dat ... UTF-8"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "300"], "--vocabulary 300: ... 256"),
         (["text.txt", "-o", "new.h5", "--vocabulary", "many"], "invalid int value"),
