@@ -144,6 +144,7 @@ QUOTED = re.compile(r"^\*\*.*?\*\*(?: or \*\*.*?\*\*)?", re.MULTILINE | re.DOTAL
 GIVEN = re.compile(r"\S*\.\.\.\S*|\d+|hn\d|\b(?:input|machine|all|does|\w)\b|[,;:=(]")
 # Messages of MPI, of the dynamic linker and of HDF5.
 OTHERS = "libmpi", "prterun", "pmix", "there are not", "runtime env", "prte", "truncated file"
+OTHERS += ("no module named",)
 
 
 def phrases(message):
