@@ -175,14 +175,14 @@ def test_layout_without_zero_is_sharded_in_groups_with_zero_1():
 def test_groups_use_a_higher_zero_stage_if_memory_requires_it():
     config = settled(f"{TINY} d=8 zero=1 microbatches=2")
     estimator = Estimator(4096, PAIRS)
-    stages = {zero: replace(config.parallel, shard=2, zero=zero) for zero in (1, 3)}
+    stages = {zero: replace(config.parallel, shard=2, zero=zero) for zero in (1, 2)}
     peak = {
         zero: estimator.estimate(replace(config, parallel=parallel)).peak
         for zero, parallel in stages.items()
     }
-    tight = with_groups(Candidates(estimator, 8, (peak[1] + peak[3]) / 2), config)
-    stages = [each.config.parallel.zero for each in tight if in_pairs(each)]
-    assert stages == [2]
+    tight = with_groups(Candidates(estimator, 8, (peak[1] + peak[2]) / 2), config)
+    fastest = next(filter(in_pairs, tight))
+    assert fastest.config.parallel.zero == 2
 
 
 def test_groups_recompute_no_more_than_memory_requires():
