@@ -165,21 +165,23 @@ def with_references(
 ) -> list[SeedGroup]:
     """Choose the group with which each group is compared, and whether its losses are comparable.
 
-    The reference is the first group if it has the same model size and does the same work or, in
-    weak scaling, the same work per rank. Otherwise, it is a group that does the same work: the
-    first one with the layout of the first group, or the first one with any layout. If no other
-    group does the same work, the reference is the first group. A group that is chosen for others
-    is not compared. An unknown size or text does not differ from any other. `runs` are the results
-    of `run_row`, `data` those of `data_of`, and `training` those of `training_of`.
+    The reference is the first group if it does the same work. Otherwise, it is the first group
+    that does the same work and has the layout of the first group. If none does, it is the first
+    group in weak scaling (the same work per rank), and otherwise the first group that does the
+    same work. A group that is chosen for others is not compared. An unknown size or text does not
+    differ from any other. `runs` are the results of `run_row`, `data` those of `data_of`, and
+    `training` those of `training_of`.
     """
     firsts = [runs[group.runs[0]] for group in groups]
     found = []
     for run in firsts:
         kinds = [kind_of_scaling(other, run) for other in firsts]
         same = [index for index, kind in enumerate(kinds) if kind == "strong"]
-        unlike = kinds[0] == "other" or not _same_size(run, firsts[0])
-        keys = [[firsts[index].get(key) != firsts[0].get(key) for key in _MESH] for index in same]
-        found.append(same[keys.index(min(keys, key=any))] if unlike and len(same) > 1 else 0)
+        changed = [
+            any(firsts[index].get(key) != firsts[0].get(key) for key in _MESH) for index in same
+        ]
+        weak = kinds[0] != "other" and (_same_size(run, firsts[0]) or all(changed))
+        found.append(0 if weak or len(same) < 2 else same[changed.index(min(changed))])
     seeded = [_seeded(training[group.runs[0]], group) for group in groups]
     return [
         group._replace(

@@ -215,9 +215,10 @@ def test_groups_are_compared_with_the_same_layout_and_model_size():
     [
         ([("a", 8, 2), ("a", 16, 2), ("b", 8, 8), ("b", 16, 8)], [0, 1, 0, 1]),
         ([("a", 8, 2), ("b", 16, 8)], [0, 0]),
+        ([("a", 8, 2), ("b", 16, 8), ("c", 16, 8)], [0, 0, 0]),
     ],
 )
-def test_weak_scaling_is_the_reference_only_if_no_run_has_the_same_model_size(study, references):
+def test_weak_scaling_needs_no_run_of_the_same_size_and_layout(study, references):
     """Each rank of the largest run has as many parameters as a rank of the first run."""
     runs = [
         run(f"{name}{n}", ranks, layout=name, hidden=n, block_weights=12 * n**2, p=1, d=1)
@@ -226,7 +227,7 @@ def test_weak_scaling_is_the_reference_only_if_no_run_has_the_same_model_size(st
     groups = [SeedGroup(each["run"], {0: [index]}) for index, each in enumerate(runs)]
     groups = with_references(groups, runs, *UNKNOWN)
     assert [group.reference for group in groups] == references
-    assert scaling(runs, groups)[-1]["scaling"] == ("weak" if len(runs) == 2 else "strong")
+    assert scaling(runs, groups)[-1]["scaling"] == ("strong" if len(runs) == 4 else "weak")
 
 
 def test_efficiency_is_relative_to_the_ranks_of_the_reference():
