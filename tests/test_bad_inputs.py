@@ -88,6 +88,9 @@ BEYOND = [
     ["--data.path", ENDLESS],
     ["--data.path", LONG],
     ["--resume", LONG],
+    ["--name", f"/{LONG}"],
+    ["--parallel.schedule", LONG],
+    ["--parallel.split", f'{{m="{LONG}"}}'],
     [ENDLESS],
     ["--" + "a." * 20_000 + "a", "1"],
 ]

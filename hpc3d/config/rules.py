@@ -71,14 +71,15 @@ def _wrong_weights(data: DataConfig) -> Iterator[str]:
 
 def _wrong_name(name: str) -> Iterator[str]:
     if not re.fullmatch(r"[\w .+-]+", str(name)):
-        yield f"name = {name!r} is part of a folder name; use letters, digits and . _ + -"
+        given = abbreviated(repr(name))
+        yield f"name = {given} is part of a folder name; use letters, digits and . _ + -"
 
 
 def _nul_characters(config: Config) -> Iterator[str]:
     for key, value in flat(config).items():
         texts = value if isinstance(value, tuple) else (value,)
         if any(isinstance(text, str) and "\0" in text for text in texts):
-            yield f"{key} = {value!r}: contains a NUL character; remove it"
+            yield f"{key} = {abbreviated(repr(value))}: contains a NUL character; remove it"
 
 
 def _wrong_order(order: str) -> Iterator[str]:
@@ -179,7 +180,8 @@ def _unknown_letters(letters: Mapping[str, str] | None) -> Iterator[str]:
         if key not in LOOPS + STORAGE:
             yield f"parallel.split.{key}: unknown key; use {', '.join(LOOPS + STORAGE)}"
         for axis in sorted({*axes.split()} - {"x", "y", "z"}):
-            yield f"parallel.split.{key}: unknown tensor axis {axis!r}; use x, y and z"
+            given = abbreviated(repr(axis))
+            yield f"parallel.split.{key}: unknown tensor axis {given}; use x, y and z"
     yield from misplaced(letters)
 
 

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hpc3d.console.sanitize import counted
+from hpc3d.console.sanitize import abbreviated, counted
 from hpc3d.pipeline.instruction import Instruction, Placement, from_pattern
 from hpc3d.pipeline.weight_versions import DoubleBuffered, InPlace, Stashed
 from hpc3d.pipeline.zero_bubble import dualpipe_v, v_half, v_min, zb_h1, zb_h2, zb_v
@@ -258,8 +258,8 @@ def find(name: str) -> Schedule:
     if name not in SCHEDULES:
         near = get_close_matches(name, SCHEDULES, 1)
         hint = f"did you mean {near[0]}? Use" if near else "unknown schedule; use"
-        known = ", ".join(SCHEDULES)
-        raise ValueError(f"parallel.schedule = {name!r}: {hint} one of {known}, or csv:FILE")
+        given, known = abbreviated(repr(name)), ", ".join(SCHEDULES)
+        raise ValueError(f"parallel.schedule = {given}: {hint} one of {known}, or csv:FILE")
     return SCHEDULES[name]
 
 
