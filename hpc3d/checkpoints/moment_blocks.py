@@ -5,7 +5,8 @@ A block of a moment does not extend beyond a rank's columns, so its borders depe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -46,20 +47,28 @@ class StoredMoment(NamedTuple):
             self.fill(array, kind, part)
         return self.levels[codes] * scales[..., block - block[0]]
 
-    def quantize_to(self, codes: Array, scales: Array, box: BlockSlices) -> None:
-        """Quantize a rank's box of the moment in the blocks of this rank.
+    def quantize_to(self, codes: Array, scales: Array, boxes: Iterable[BlockSlices]) -> None:
+        """Quantize a rank's shard of the moment in the blocks of this rank.
 
-        `codes` and `scales` are flat.
+        `codes` and `scales` are flat. The shard is the sequence of the `boxes`, which have all
+        columns of the rank.
         """
-        rows, experts, columns = box.shape
-        step = max(1, _ELEMENTS_AT_ONCE // (experts * columns))
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            part = box._replace(top=box.top + start, bottom=box.top + stop)
+        done = 0  # rows of all experts
+        for part in chain.from_iterable(map(_in_parts, boxes)):
+            columns = part.right - part.left
             values = self._values(part).reshape(-1, columns)
             shapes = values.shape, (len(values), -(-columns // BLOCK))
             found = np.empty(shapes[0], np.uint8), np.empty(shapes[1], np.float32)
             quantize(values, self.levels, *found)
             for array, each in zip((codes, scales), found, strict=True):
-                first = start * experts * each.shape[1]
+                first = done * each.shape[1]
                 from_host(array[first : first + each.size], each.reshape(-1))
+            done += len(values)
+
+
+def _in_parts(box: BlockSlices) -> Iterator[BlockSlices]:
+    """Split a box into boxes of a limited number of elements."""
+    _, experts, columns = box.shape
+    step = max(1, _ELEMENTS_AT_ONCE // (experts * columns))
+    for top in range(box.top, box.bottom, step):
+        yield box._replace(top=top, bottom=min(top + step, box.bottom))

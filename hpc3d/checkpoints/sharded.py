@@ -409,7 +409,7 @@ def _fill_moved_blocks(
 
         moment = StoredMoment(fill, kinds, width, levels)
         if not moment.fits(codes.block.shape[-1]):
-            moment.quantize_to(codes.elements, scales.elements, codes.block)
+            moment.quantize_to(codes.elements, scales.elements, codes.boxes)
             loaded |= {*kinds}
     return [each for each in states if each.kind not in loaded]
 

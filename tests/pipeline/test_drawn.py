@@ -274,6 +274,10 @@ FOUND = (
     """x=2 y=2 split='{n="x y",replicate="x"}'""",
     """x=2 y=2 split='{n="x y",own="x"}'""",
     "optimizer=adamw-8bit every=1 then optimizer=adamw-8bit every=1",
+    " then ".join(
+        f"kind=llama heads=12 ffn=256 optimizer=adamw-8bit every=1 scheme=1d d=2 {ranks}"
+        for ranks in ("x=4", "x=2 zero=2")
+    ),
     """x=2 y=2 z=2 microbatches=2 split='{m="x y z",own="x",replicate="y"}'""",
     """x=2 y=2 d=2 zero=2 split='{m="x",n="y",replicate="x",panels="y"}'""",
     """x=2 d=2 split='{m="x",own="x"}' compression=powersgd every=1 then every=1""",
