@@ -198,10 +198,9 @@ def comparison_rows(
     `loss` is the training loss after `loss_step`, the last step that all runs have in common.
     `validation_loss` is that of `validation_step`, the last step up to `loss_step` after which all
     runs with evaluations were evaluated, and `validation_best` the lowest one up to this step.
-    `loss_difference` is
-    the maximum absolute difference from the loss of another run: the run `references[index]` for
-    the run `index`, or no run. It includes all steps that these two runs have in common, up to
-    `difference_step`.
+    `loss_difference` is the maximum absolute difference from the loss of another run: the run
+    `references[index]` for the run `index`, or no run. It includes all steps that these two runs
+    have in common, up to `difference_step`.
     """
     losses = [{row["step"]: row["loss"] for row in run.tables["loss"]} for run in runs]
     step = max(set.intersection(*map(set, losses)), default=None)
